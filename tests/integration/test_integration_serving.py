@@ -1,0 +1,97 @@
+"""End to end on a small random model: prefill over two stages, KV moved, decode from captured graphs.
+
+K and V have unequal widths and the head is untied, so that a wrong row, a wrong layer or a swapped buffer shows in the
+tokens; the first two tests show that it would.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+import torch
+from disaggregated_serving.config import RandomModel, ServeConfig
+from disaggregated_serving.front import serve
+from disaggregated_serving.reference import hidden_states, judge
+from disaggregated_serving.weights import Weights, random_weights
+from disaggregated_serving.worker import model_shape
+
+MODEL = RandomModel()
+NEW_TOKENS = 12
+# One token, around a page edge, around a chunk edge, several chunks; more requests than the largest bucket.
+PROMPT_LENGTHS = (1, 127, 128, 129, 255, 300)
+
+
+def config(device: Literal["npu", "cpu"]) -> ServeConfig:
+    return ServeConfig(
+        model=MODEL, device=device, chunk=128, new_tokens=NEW_TOKENS, prefill_pool=1024, decode_pool=2048
+    )
+
+
+@pytest.fixture(scope="module")
+def weights() -> Weights:
+    return random_weights(model_shape(config("cpu")), seed=MODEL.seed)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(0, MODEL.vocabulary, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+
+
+def greedy(weights: Weights, prompt: list[int], count: int) -> list[int]:
+    output: list[int] = []
+    assert weights.head is not None
+    for _ in range(count):
+        hidden = hidden_states(weights, [*prompt, *output], torch.float16)
+        output.append(int((hidden[-1] @ weights.head.T).argmax()))
+    return output
+
+
+def test_the_model_does_not_repeat_itself(weights: Weights, prompts: list[list[int]]) -> None:
+    output = greedy(weights, prompts[1], 32)
+    assert len(set(output)) >= 8, "fewer than a quarter of the tokens are distinct: the tests below would show little"
+
+
+@pytest.mark.parametrize("part", ["key", "value"])
+def test_any_damaged_row_changes_a_later_logit(weights: Weights, part: str) -> None:
+    ids = torch.randint(0, MODEL.vocabulary, (24,), generator=torch.Generator().manual_seed(3)).tolist()
+    assert weights.head is not None
+    sound = hidden_states(weights, ids, torch.float16) @ weights.head.T
+    for layer in range(MODEL.layers):
+        for position in range(len(ids)):
+
+            def tamper(
+                number: int, k: torch.Tensor, v: torch.Tensor, layer: int = layer, position: int = position
+            ) -> None:
+                if number == layer:
+                    row = (k if part == "key" else v)[:, position]
+                    row.copy_(row.roll(1, -1))
+
+            damaged = hidden_states(weights, ids, torch.float16, tamper) @ weights.head.T
+            assert torch.equal(damaged[:position], sound[:position])
+            # A key that only its own query sees has no effect on the first position: softmax over one score is 1.
+            if part == "value" or position > 0:
+                assert (damaged[position:] - sound[position:]).abs().max() > 1e-3, (layer, position)
+
+
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+def test_every_served_token_is_the_one_of_a_plain_forward(
+    weights: Weights, prompts: list[list[int]], device: Literal["npu", "cpu"]
+) -> None:
+    result = serve(config(device), prompts)
+    checked = in_margin = 0
+    for served in result.requests:
+        verdict = judge(weights, served.prompt, served.output, kv_dtype=torch.float16)
+        assert not verdict.wrong, (len(served.prompt), verdict.wrong)
+        assert len(served.output) == NEW_TOKENS
+        assert served.nbytes == served.pages * 128 * MODEL.kv_heads * (MODEL.key_dim + MODEL.value_dim) * 2 * (
+            MODEL.layers // 2
+        )
+        checked, in_margin = checked + len(served.output), in_margin + verdict.in_margin
+    assert checked == NEW_TOKENS * len(prompts)
+    assert in_margin <= 0.01 * checked
+    assert result.counters.graph_replays >= NEW_TOKENS - 1
+    assert not result.counters.eager_steps
+    assert result.counters.most_in_flight == 4
+    assert set(result.counters.steps_by_bucket) <= {1, 2, 4}
