@@ -1,0 +1,208 @@
+//! Owns the Python faces of `ComponentSpec` and `ModelLayout`. It does not own
+//! their invariants, which the core checks.
+
+use std::sync::Arc;
+
+use kv_planner::{Axis, Component, ComponentSpec, DType, ItemKind, ModelLayout, Part};
+use pyo3::prelude::*;
+use pyo3::types::{PyString, PyTuple, PyType};
+
+use crate::arrays::{count, count_or, counts, optional_count, words};
+use crate::errors::OrRaise;
+
+/// A tuple of words.
+pub fn word_tuple<'py>(py: Python<'py>, words: impl Iterator<Item = &'static str>) -> PyResult<Bound<'py, PyTuple>> {
+    PyTuple::new(py, words.map(|word| PyString::new(py, word)).collect::<Vec<_>>())
+}
+
+/// Geometry of one component of one part.
+#[pyclass(frozen, eq, hash, module = "kv_planner", name = "ComponentSpec")]
+#[derive(PartialEq, Eq, Hash)]
+pub struct PyComponentSpec(pub ComponentSpec);
+
+#[pymethods]
+impl PyComponentSpec {
+    #[new]
+    #[pyo3(
+        signature = (component, part="target", *, layer_ids, dtype, total_heads, dims, axes=None, item_kind="page"),
+        text_signature = "(component, part='target', *, layer_ids, dtype, total_heads, dims, axes=('token', 'head', 'dim'), item_kind='page')"
+    )]
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        component: &str,
+        part: &str,
+        layer_ids: &Bound<'_, PyAny>,
+        dtype: &str,
+        total_heads: &Bound<'_, PyAny>,
+        dims: &Bound<'_, PyAny>,
+        axes: Option<&Bound<'_, PyAny>>,
+        item_kind: &str,
+    ) -> PyResult<Self> {
+        let axes = match axes {
+            None => [Axis::Token, Axis::Head, Axis::Dim],
+            Some(given) => {
+                let given = words("axes", given, Axis::parse)?;
+                given.try_into().unwrap_or([Axis::Token; 3])
+            }
+        };
+        let spec = ComponentSpec {
+            component: Component::parse(component).or_raise()?,
+            part: Part::parse(part).or_raise()?,
+            layer_ids: counts("layer_ids", layer_ids)?,
+            dtype: DType::parse(dtype).or_raise()?,
+            total_heads: count("total_heads", total_heads)?,
+            dims: count("dims", dims)?,
+            axes,
+            item_kind: ItemKind::parse(item_kind).or_raise()?,
+        };
+        spec.validate().or_raise()?;
+        Ok(PyComponentSpec(spec))
+    }
+
+    #[getter]
+    fn component(&self) -> &'static str {
+        self.0.component.as_str()
+    }
+
+    #[getter]
+    fn part(&self) -> &'static str {
+        self.0.part.as_str()
+    }
+
+    #[getter]
+    fn layer_ids<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.0.layer_ids)
+    }
+
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.0.dtype.as_str()
+    }
+
+    #[getter]
+    fn total_heads(&self) -> u64 {
+        self.0.total_heads
+    }
+
+    #[getter]
+    fn dims(&self) -> u64 {
+        self.0.dims
+    }
+
+    #[getter]
+    fn axes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        word_tuple(py, self.0.axes.iter().map(|axis| axis.as_str()))
+    }
+
+    #[getter]
+    fn item_kind(&self) -> &'static str {
+        self.0.item_kind.as_str()
+    }
+
+    fn __repr__(&self) -> String {
+        let spec = &self.0;
+        format!(
+            "ComponentSpec('{}', '{}', layer_ids={:?}, dtype='{}', total_heads={}, dims={}, axes=('{}', '{}', '{}'), item_kind='{}')",
+            spec.component,
+            spec.part,
+            spec.layer_ids,
+            spec.dtype,
+            spec.total_heads,
+            spec.dims,
+            spec.axes[0],
+            spec.axes[1],
+            spec.axes[2],
+            spec.item_kind
+        )
+    }
+}
+
+/// Geometry that all ranks of a deployment share.
+#[pyclass(frozen, eq, hash, module = "kv_planner", name = "ModelLayout")]
+#[derive(PartialEq, Eq, Hash)]
+pub struct PyModelLayout(pub Arc<ModelLayout>);
+
+#[pymethods]
+impl PyModelLayout {
+    #[new]
+    #[pyo3(
+        signature = (components, *, page_size, fingerprint, kernel_block_size=None, format_version=None),
+        text_signature = "(components, *, page_size, fingerprint, kernel_block_size=None, format_version=1)"
+    )]
+    fn new(
+        components: &Bound<'_, PyAny>,
+        page_size: &Bound<'_, PyAny>,
+        fingerprint: String,
+        kernel_block_size: Option<&Bound<'_, PyAny>>,
+        format_version: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        let specs: PyResult<Vec<ComponentSpec>> =
+            components.try_iter()?.map(|item| Ok(item?.cast::<PyComponentSpec>()?.get().0.clone())).collect();
+        let layout = ModelLayout {
+            components: specs?,
+            page_size: count("page_size", page_size)?,
+            fingerprint,
+            kernel_block_size: optional_count("kernel_block_size", kernel_block_size)?,
+            format_version: count_or("format_version", format_version, 1)?,
+        };
+        Ok(PyModelLayout(Arc::new(layout.validated().or_raise()?)))
+    }
+
+    #[getter]
+    fn components<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.0.components.iter().cloned().map(PyComponentSpec).collect::<Vec<_>>())
+    }
+
+    #[getter]
+    fn page_size(&self) -> u64 {
+        self.0.page_size
+    }
+
+    #[getter]
+    fn kernel_block_size(&self) -> Option<u64> {
+        self.0.kernel_block_size
+    }
+
+    #[getter]
+    fn fingerprint(&self) -> &str {
+        &self.0.fingerprint
+    }
+
+    #[getter]
+    fn format_version(&self) -> u64 {
+        self.0.format_version
+    }
+
+    #[pyo3(signature = (component, part="target"))]
+    fn spec(&self, component: &str, part: &str) -> PyResult<PyComponentSpec> {
+        let (component, part) = (Component::parse(component).or_raise()?, Part::parse(part).or_raise()?);
+        self.0.spec(component, part).cloned().map(PyComponentSpec).or_raise()
+    }
+
+    #[pyo3(signature = (component, part="target", *, heads=None))]
+    fn item_bytes(&self, component: &str, part: &str, heads: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
+        let (component, part) = (Component::parse(component).or_raise()?, Part::parse(part).or_raise()?);
+        self.0.item_bytes(component, part, optional_count("heads", heads)?).or_raise()
+    }
+
+    fn to_json(&self) -> String {
+        self.0.to_json()
+    }
+
+    #[classmethod]
+    fn from_json(_class: &Bound<'_, PyType>, text: &str) -> PyResult<Self> {
+        Ok(PyModelLayout(Arc::new(ModelLayout::from_json(text).or_raise()?)))
+    }
+
+    fn __repr__(&self) -> String {
+        let names: Vec<String> = self.0.components.iter().map(ComponentSpec::name).collect();
+        format!(
+            "ModelLayout([{}], page_size={}, fingerprint={:?}, kernel_block_size={}, format_version={})",
+            names.join(", "),
+            self.0.page_size,
+            self.0.fingerprint,
+            self.0.kernel_block_size.map_or("None".into(), |size| size.to_string()),
+            self.0.format_version
+        )
+    }
+}

@@ -1,0 +1,39 @@
+//! Owns the extension module `kv_planner._native`: extract, call, map the error,
+//! wrap. It does not own a rule; those are in the core crate.
+
+mod agree;
+mod arrays;
+mod errors;
+mod layout;
+mod manifest;
+mod plan;
+mod steps;
+
+use pyo3::prelude::*;
+
+/// Native part of kv_planner.
+#[pymodule]
+mod _native {
+    #[pymodule_export]
+    use crate::agree::{PyAgreement, PyRoute, PyRoutePair, agree};
+    #[pymodule_export]
+    use crate::errors::PyDifference;
+    #[pymodule_export]
+    use crate::layout::{PyComponentSpec, PyModelLayout};
+    #[pymodule_export]
+    use crate::manifest::{PyBufferEntry, PyDeployment, PyPlacement, PyRankManifest};
+    #[pymodule_export]
+    use crate::plan::{PyBatch, PyCapabilities, PyLoweredPlan, PyPlan, PyRuns, lower};
+    #[pymodule_export]
+    use crate::steps::{PyRowField, PyRowLayout, first_draft_id, kv_lengths, page_count, select_index, split_heads};
+    use pyo3::prelude::*;
+    use pyo3::types::PyTuple;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+        module.add("BUILD_PROFILE", if cfg!(debug_assertions) { "debug" } else { "release" })?;
+        let names = kv_planner::ErrorKind::ALL.iter().map(|kind| kind.name());
+        module.add("ERROR_KINDS", PyTuple::new(module.py(), names.collect::<Vec<_>>())?)
+    }
+}

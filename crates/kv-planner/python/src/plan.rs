@@ -1,0 +1,281 @@
+//! Owns the Python faces of `Runs`, `Plan`, `Capabilities` and `lower`. It does
+//! not own the arithmetic, which runs without the GIL over owned data.
+
+use kv_planner::{Capabilities, ItemKind, LoweredPlan, Plan, Runs};
+use numpy::{PyArray1, PyArrayMethods};
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use crate::agree::{PyRoute, slice_of};
+use crate::arrays::{array, count, indices, optional_count};
+use crate::errors::OrRaise;
+
+type Columns<'py> = (Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>);
+
+/// Page pairs of one request or chunk, joined to runs.
+#[pyclass(frozen, eq, hash, module = "kv_planner", name = "Runs")]
+#[derive(PartialEq, Eq, Hash)]
+pub struct PyRuns(Runs);
+
+#[pymethods]
+impl PyRuns {
+    #[new]
+    #[pyo3(signature = (source_pages, destination_pages, *, item_kind="page"))]
+    fn new(
+        py: Python<'_>,
+        source_pages: &Bound<'_, PyAny>,
+        destination_pages: &Bound<'_, PyAny>,
+        item_kind: &str,
+    ) -> PyResult<Self> {
+        let source = indices("source_pages", source_pages)?;
+        let destination = indices("destination_pages", destination_pages)?;
+        let kind = ItemKind::parse(item_kind).or_raise()?;
+        Ok(PyRuns(py.detach(|| Runs::of_kind(&source, &destination, kind)).or_raise()?))
+    }
+
+    #[getter]
+    fn item_kind(&self) -> &'static str {
+        self.0.item_kind().as_str()
+    }
+
+    #[getter]
+    fn page_count(&self) -> u64 {
+        self.0.page_count()
+    }
+
+    #[getter]
+    fn run_count(&self) -> u64 {
+        self.0.run_count()
+    }
+
+    fn arrays<'py>(&self, py: Python<'py>) -> PyResult<Columns<'py>> {
+        let runs = self.0.runs();
+        let column = |pick: fn(&kv_planner::Run) -> u64| -> PyResult<Bound<'py, PyArray1<i64>>> {
+            Ok(array(py, runs.iter().map(|run| pick(run) as i64).collect())?.into_bound(py))
+        };
+        Ok((column(|run| run.source)?, column(|run| run.destination)?, column(|run| run.count)?))
+    }
+
+    fn slice(&self, start: &Bound<'_, PyAny>, stop: &Bound<'_, PyAny>) -> PyResult<PyRuns> {
+        Ok(PyRuns(self.0.slice(count("start", start)?, count("stop", stop)?).or_raise()?))
+    }
+
+    fn __len__(&self) -> usize {
+        self.0.page_count() as usize
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Runs({} pages in {} runs)", self.0.page_count(), self.0.run_count())
+    }
+}
+
+/// `Route` x `Runs`: which bytes of which pages go where.
+#[pyclass(frozen, eq, hash, module = "kv_planner", name = "Plan")]
+#[derive(PartialEq, Eq, Hash)]
+pub struct PyPlan(Plan);
+
+#[pymethods]
+impl PyPlan {
+    #[new]
+    fn new(route: &PyRoute, runs: &PyRuns) -> PyResult<Self> {
+        Ok(PyPlan(Plan::new(route.0.clone(), runs.0.clone()).or_raise()?))
+    }
+
+    #[getter]
+    fn route(&self) -> PyRoute {
+        PyRoute(self.0.route().clone())
+    }
+
+    #[getter]
+    fn runs(&self) -> PyRuns {
+        PyRuns(self.0.runs().clone())
+    }
+
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.0.nbytes()
+    }
+
+    #[getter]
+    fn block_count(&self) -> u64 {
+        self.0.block_count()
+    }
+
+    #[pyo3(signature = (*, layer_ids=None, parts=None, components=None, pages=None))]
+    fn slice(
+        &self,
+        layer_ids: Option<&Bound<'_, PyAny>>,
+        parts: Option<&Bound<'_, PyAny>>,
+        components: Option<&Bound<'_, PyAny>>,
+        pages: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<PyPlan> {
+        let slice = slice_of(layer_ids, parts, components, None, pages)?;
+        Ok(PyPlan(self.0.slice(&slice).or_raise()?))
+    }
+
+    fn __str__(&self) -> String {
+        self.0.to_string()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Plan({} bytes in {} blocks)", self.0.nbytes(), self.0.block_count())
+    }
+}
+
+/// What an engine takes in one call.
+#[pyclass(frozen, eq, hash, module = "kv_planner", name = "Capabilities")]
+#[derive(PartialEq, Eq, Hash)]
+pub struct PyCapabilities(Capabilities);
+
+#[pymethods]
+impl PyCapabilities {
+    #[new]
+    #[pyo3(signature = (*, max_entries_per_batch=None, max_block_bytes=None, max_blocks=None))]
+    fn new(
+        max_entries_per_batch: Option<&Bound<'_, PyAny>>,
+        max_block_bytes: Option<&Bound<'_, PyAny>>,
+        max_blocks: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        let capabilities = Capabilities {
+            max_entries_per_batch: optional_count("max_entries_per_batch", max_entries_per_batch)?,
+            max_block_bytes: optional_count("max_block_bytes", max_block_bytes)?,
+            max_blocks: optional_count("max_blocks", max_blocks)?,
+        };
+        Ok(PyCapabilities(capabilities.validated().or_raise()?))
+    }
+
+    #[getter]
+    fn max_entries_per_batch(&self) -> Option<u64> {
+        self.0.max_entries_per_batch
+    }
+
+    #[getter]
+    fn max_block_bytes(&self) -> Option<u64> {
+        self.0.max_block_bytes
+    }
+
+    #[getter]
+    fn max_blocks(&self) -> Option<u64> {
+        self.0.max_blocks
+    }
+
+    fn __repr__(&self) -> String {
+        let spell = |limit: Option<u64>| limit.map_or("None".into(), |limit| limit.to_string());
+        format!(
+            "Capabilities(max_entries_per_batch={}, max_block_bytes={}, max_blocks={})",
+            spell(self.0.max_entries_per_batch),
+            spell(self.0.max_block_bytes),
+            spell(self.0.max_blocks)
+        )
+    }
+}
+
+/// Blocks for one call of an engine: three read-only uint64 columns.
+#[pyclass(frozen, module = "kv_planner", name = "Batch")]
+pub struct PyBatch {
+    source: Py<PyArray1<u64>>,
+    destination: Py<PyArray1<u64>>,
+    nbytes: Py<PyArray1<u64>>,
+}
+
+impl PyBatch {
+    fn columns<'py>(&self, py: Python<'py>) -> [Bound<'py, PyArray1<u64>>; 3] {
+        [&self.source, &self.destination, &self.nbytes].map(|column| column.bind(py).clone())
+    }
+
+    fn equals(&self, other: &PyBatch, py: Python<'_>) -> bool {
+        self.columns(py).iter().zip(other.columns(py)).all(|(a, b)| a.readonly().as_array() == b.readonly().as_array())
+    }
+}
+
+#[pymethods]
+impl PyBatch {
+    #[getter]
+    fn source(&self, py: Python<'_>) -> Py<PyArray1<u64>> {
+        self.source.clone_ref(py)
+    }
+
+    #[getter]
+    fn destination(&self, py: Python<'_>) -> Py<PyArray1<u64>> {
+        self.destination.clone_ref(py)
+    }
+
+    #[getter]
+    fn nbytes(&self, py: Python<'_>) -> Py<PyArray1<u64>> {
+        self.nbytes.clone_ref(py)
+    }
+
+    fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
+        self.source.bind(py).len()
+    }
+
+    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
+        other.cast::<PyBatch>().is_ok_and(|other| self.equals(other.get(), other.py()))
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!("Batch({} blocks)", self.__len__(py)?))
+    }
+}
+
+/// A plan as batches of blocks.
+#[pyclass(frozen, module = "kv_planner", name = "LoweredPlan")]
+pub struct PyLoweredPlan {
+    batches: Py<PyTuple>,
+    block_count: u64,
+    total_bytes: u64,
+}
+
+#[pymethods]
+impl PyLoweredPlan {
+    #[getter]
+    fn batches(&self, py: Python<'_>) -> Py<PyTuple> {
+        self.batches.clone_ref(py)
+    }
+
+    #[getter]
+    fn block_count(&self) -> u64 {
+        self.block_count
+    }
+
+    #[getter]
+    fn total_bytes(&self) -> u64 {
+        self.total_bytes
+    }
+
+    fn __len__(&self, py: Python<'_>) -> usize {
+        self.batches.bind(py).len()
+    }
+
+    fn __eq__(&self, other: &Bound<'_, PyAny>) -> PyResult<bool> {
+        match other.cast::<PyLoweredPlan>() {
+            Ok(same) => self.batches.bind(other.py()).eq(same.get().batches.bind(other.py())),
+            Err(_) => Ok(false),
+        }
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> String {
+        let batches = self.__len__(py);
+        format!("LoweredPlan({batches} batches, {} blocks, {} bytes)", self.block_count, self.total_bytes)
+    }
+}
+
+/// Turns a plan into batches of blocks within an engine's limits.
+#[pyfunction]
+#[pyo3(signature = (plan, capabilities=None))]
+pub fn lower(py: Python<'_>, plan: &PyPlan, capabilities: Option<&PyCapabilities>) -> PyResult<PyLoweredPlan> {
+    let capabilities = capabilities.map_or(Capabilities::default(), |given| given.0);
+    let LoweredPlan { batches, block_count, total_bytes } =
+        py.detach(|| kv_planner::lower(&plan.0, &capabilities)).or_raise()?;
+    let batches: PyResult<Vec<PyBatch>> = batches
+        .into_iter()
+        .map(|batch| {
+            Ok(PyBatch {
+                source: array(py, batch.source)?,
+                destination: array(py, batch.destination)?,
+                nbytes: array(py, batch.nbytes)?,
+            })
+        })
+        .collect();
+    Ok(PyLoweredPlan { batches: PyTuple::new(py, batches?)?.unbind(), block_count, total_bytes })
+}

@@ -1,0 +1,130 @@
+//! Owns page counts and KV lengths by speculative kind, as pure functions. It does
+//! not own any array of the caller: inputs are never changed.
+
+use crate::error::{ErrorKind, PlanError, Result};
+
+/// Who has counted the window of a verify step into the prefix lengths already.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum SpeculativeKind {
+    /// No window: lengths stand as they are.
+    None,
+    /// The window is still to be added.
+    Eagle,
+    /// The window is still to be added.
+    Mtp,
+    /// The published lengths include the block.
+    DFlash,
+    /// The published lengths include the block.
+    DSpark,
+}
+
+impl SpeculativeKind {
+    /// Every kind.
+    pub const ALL: &'static [SpeculativeKind] = &[
+        SpeculativeKind::None,
+        SpeculativeKind::Eagle,
+        SpeculativeKind::Mtp,
+        SpeculativeKind::DFlash,
+        SpeculativeKind::DSpark,
+    ];
+
+    /// The word as Python spells it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            SpeculativeKind::None => "none",
+            SpeculativeKind::Eagle => "eagle",
+            SpeculativeKind::Mtp => "mtp",
+            SpeculativeKind::DFlash => "dflash",
+            SpeculativeKind::DSpark => "dspark",
+        }
+    }
+
+    /// Reads a word.
+    pub fn parse(text: &str) -> Result<Self> {
+        SpeculativeKind::ALL.iter().copied().find(|kind| kind.as_str() == text).ok_or_else(|| {
+            PlanError::new(
+                ErrorKind::ArgumentError,
+                "kind",
+                text,
+                "none | eagle | mtp | dflash | dspark",
+                "it is unknown whether the lengths include the window",
+                "use one of the listed words",
+            )
+        })
+    }
+
+    fn adds_window(self) -> bool {
+        matches!(self, SpeculativeKind::Eagle | SpeculativeKind::Mtp)
+    }
+}
+
+/// KV lengths that attention reads in a verify step of `window` tokens.
+pub fn kv_lengths(kind: SpeculativeKind, prefix_lens: &[i64], window: u64) -> Result<Vec<i64>> {
+    let added = i64::try_from(if kind.adds_window() { window } else { 0 }).unwrap_or(i64::MAX);
+    let sum = |(row, length): (usize, &i64)| match length.checked_add(added) {
+        Some(sum) if *length >= 0 => Ok(sum),
+        _ => Err(PlanError::new(
+            ErrorKind::LengthError,
+            format!("prefix_lens[{row}]"),
+            *length,
+            added,
+            "a length is negative or leaves int64",
+            "give token counts of the prefixes, 0 for padded rows",
+        )),
+    };
+    prefix_lens.iter().enumerate().map(sum).collect()
+}
+
+/// Pages that `tokens` tokens fill, the last one perhaps in part.
+pub fn page_count(tokens: u64, page_size: u64) -> Result<u64> {
+    if page_size == 0 {
+        return Err(PlanError::new(
+            ErrorKind::LengthError,
+            "page_size",
+            page_size,
+            1u64,
+            "no token fits on an empty page",
+            "give the pool's page size",
+        ));
+    }
+    Ok(tokens.div_ceil(page_size))
+}
+
+/// First global id of draft layers: after the model's layers, the same on every
+/// stage, because a stage's own count would collide with real layers.
+pub fn first_draft_id(total_layers: u64) -> u64 {
+    total_layers
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_window_is_counted_once() {
+        for kind in [SpeculativeKind::Eagle, SpeculativeKind::Mtp] {
+            assert_eq!(kv_lengths(kind, &[100, 7], 16).unwrap(), [116, 23]);
+        }
+        for kind in [SpeculativeKind::DFlash, SpeculativeKind::DSpark, SpeculativeKind::None] {
+            assert_eq!(kv_lengths(kind, &[116, 23], 16).unwrap(), [116, 23]);
+        }
+        assert_eq!(kv_lengths(SpeculativeKind::Mtp, &[i64::MAX], 1).unwrap_err().kind, ErrorKind::LengthError);
+        assert_eq!(kv_lengths(SpeculativeKind::None, &[-1], 1).unwrap_err().kind, ErrorKind::LengthError);
+    }
+
+    #[test]
+    fn pages_round_up() {
+        let counts: Vec<u64> = [0, 1, 128, 129, 192, 193].iter().map(|n| page_count(*n, 64).unwrap()).collect();
+        assert_eq!(counts, [0, 1, 2, 3, 3, 4]);
+        assert_eq!(page_count(1, 0).unwrap_err().kind, ErrorKind::LengthError);
+        assert_eq!(page_count(u64::MAX, 2).unwrap(), 1 << 63);
+    }
+
+    #[test]
+    fn words_are_read_back() {
+        for kind in SpeculativeKind::ALL {
+            assert_eq!(SpeculativeKind::parse(kind.as_str()), Ok(*kind));
+        }
+        assert_eq!(SpeculativeKind::parse("DFLASH").unwrap_err().kind, ErrorKind::ArgumentError);
+    }
+}

@@ -1,0 +1,244 @@
+//! Owns what one rank sends to another inside one item: entry pairs, head slices
+//! and strides. It does not own pages, nor the choice of the sender.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use crate::address;
+use crate::error::Result;
+use crate::heads::{HeadRange, intersect};
+use crate::layout::ComponentSpec;
+use crate::manifest::{BufferEntry, EntryName, RankManifest};
+use crate::plan::Slice;
+use crate::words::{Axis, Component, ItemKind, Part};
+
+/// Bytes that one source entry gives to one destination entry, within one item:
+/// `rows` pieces of `row_bytes`. Offsets and strides count from the item's start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct RoutePair {
+    /// What the buffers hold.
+    pub component: Component,
+    /// The model that they belong to.
+    pub part: Part,
+    /// Global layer id.
+    pub layer_id: u64,
+    /// Which buffer of several with the same layer id.
+    pub occurrence: u64,
+    /// What an index of the buffers counts.
+    pub item_kind: ItemKind,
+    /// Index in the source manifest's entries.
+    pub source_entry: usize,
+    /// Index in the destination manifest's entries.
+    pub destination_entry: usize,
+    /// Heads within the source entry, from its first head.
+    pub source_heads: HeadRange,
+    /// Heads within the destination entry, from its first head.
+    pub destination_heads: HeadRange,
+    /// Pieces per item; 1 when the slice is contiguous on both sides.
+    pub rows: u64,
+    /// Bytes of one piece.
+    pub row_bytes: u64,
+    /// Offset of the first piece in a source item.
+    pub source_offset: u64,
+    /// From one piece to the next in a source item.
+    pub source_row_stride: u64,
+    /// Offset of the first piece in a destination item.
+    pub destination_offset: u64,
+    /// From one piece to the next in a destination item.
+    pub destination_row_stride: u64,
+}
+
+/// Pairs of one source and one destination rank. Build it with
+/// [`Agreement::route`](crate::agree::Agreement::route).
+#[derive(Debug, Clone)]
+pub struct Route {
+    source: Arc<RankManifest>,
+    destination: Arc<RankManifest>,
+    pairs: Arc<[RoutePair]>,
+    totals: Totals,
+}
+
+/// Sums over the pairs, so that a plan knows its size without walking them.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Totals {
+    /// Bytes of one page over all pairs.
+    pub(crate) bytes: u64,
+    /// Blocks per page of pairs whose pages never join.
+    pub(crate) blocks_per_page: u64,
+    /// Blocks per run: pairs whose consecutive pages are one block.
+    pub(crate) blocks_per_run: u64,
+    /// Least number of items over the source entries.
+    pub(crate) source_items: u64,
+    /// Least number of items over the destination entries.
+    pub(crate) destination_items: u64,
+}
+
+impl PartialEq for Route {
+    fn eq(&self, other: &Self) -> bool {
+        self.pairs == other.pairs && self.source == other.source && self.destination == other.destination
+    }
+}
+
+impl Eq for Route {}
+
+impl std::hash::Hash for Route {
+    fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
+        (&self.source, &self.destination, &self.pairs).hash(state);
+    }
+}
+
+impl Route {
+    /// Pairs every common name of the wanted parts. `share` says which of the common
+    /// heads this source rank is the one to send.
+    pub(crate) fn build(
+        source: Arc<RankManifest>,
+        destination: Arc<RankManifest>,
+        parts: &[Part],
+        share: impl Fn(EntryName, &BufferEntry, &BufferEntry, u64, HeadRange) -> Vec<HeadRange>,
+    ) -> Result<Route> {
+        let mut pairs = Vec::new();
+        for (source_entry, from) in source.entries.iter().enumerate().filter(|(_, e)| parts.contains(&e.part)) {
+            let name = from.name();
+            let Some((destination_entry, to)) = destination.find(name) else { continue };
+            let Some(common) = intersect(from.head_range, to.head_range) else { continue };
+            let specs =
+                (source.layout.spec(from.component, from.part)?, destination.layout.spec(to.component, to.part)?);
+            let pages = (source.layout.page_size, destination.layout.page_size);
+            for heads in share(name, from, to, specs.0.total_heads, common) {
+                pairs.push(pair((source_entry, from), (destination_entry, to), specs, pages, heads)?);
+            }
+        }
+        Route::from_pairs(source, destination, pairs.into())
+    }
+
+    fn from_pairs(source: Arc<RankManifest>, destination: Arc<RankManifest>, pairs: Arc<[RoutePair]>) -> Result<Route> {
+        let mut totals = Totals { source_items: u64::MAX, destination_items: u64::MAX, ..Totals::default() };
+        for pair in pairs.iter() {
+            let (from, to) = (&source.entries[pair.source_entry], &destination.entries[pair.destination_entry]);
+            totals.bytes = address::at(totals.bytes, pair.rows, pair.row_bytes, 0)?;
+            totals.source_items = totals.source_items.min(from.items());
+            totals.destination_items = totals.destination_items.min(to.items());
+            if pair.joins_pages(from, to) {
+                totals.blocks_per_run += 1;
+            } else {
+                totals.blocks_per_page = address::at(totals.blocks_per_page, pair.rows, 1, 0)?;
+            }
+        }
+        Ok(Route { source, destination, pairs, totals })
+    }
+
+    /// The sending rank.
+    pub fn source(&self) -> &Arc<RankManifest> {
+        &self.source
+    }
+
+    /// The receiving rank.
+    pub fn destination(&self) -> &Arc<RankManifest> {
+        &self.destination
+    }
+
+    /// All pairs, in the order of the source's entries.
+    pub fn pairs(&self) -> &[RoutePair] {
+        &self.pairs
+    }
+
+    pub(crate) fn totals(&self) -> &Totals {
+        &self.totals
+    }
+
+    /// Bytes of one item over all pairs.
+    pub fn item_bytes(&self) -> u64 {
+        self.totals.bytes
+    }
+
+    /// The pairs that `slice` names; an id unknown to the layout is refused.
+    pub fn slice(&self, slice: &Slice) -> Result<Route> {
+        slice.check(&self.source.layout)?;
+        let ids: Option<BTreeSet<u64>> = slice.layer_ids.as_ref().map(|ids| ids.iter().copied().collect());
+        let kept = self.pairs.iter().filter(|pair| {
+            ids.as_ref().is_none_or(|ids| ids.contains(&pair.layer_id))
+                && slice.parts.as_ref().is_none_or(|parts| parts.contains(&pair.part))
+                && slice.components.as_ref().is_none_or(|components| components.contains(&pair.component))
+                && slice.item_kinds.as_ref().is_none_or(|kinds| kinds.contains(&pair.item_kind))
+        });
+        Route::from_pairs(self.source.clone(), self.destination.clone(), kept.copied().collect())
+    }
+}
+
+impl RoutePair {
+    /// Whether consecutive items are consecutive bytes on both sides.
+    pub(crate) fn joins_pages(&self, from: &BufferEntry, to: &BufferEntry) -> bool {
+        self.rows == 1 && self.row_bytes == from.item_stride && self.row_bytes == to.item_stride
+    }
+
+    /// The name by which the two entries were paired.
+    pub fn name(&self) -> EntryName {
+        EntryName { component: self.component, part: self.part, layer_id: self.layer_id, occurrence: self.occurrence }
+    }
+}
+
+/// Position of a head slice inside an item: rows, bytes of a row, offset, stride.
+struct Inside {
+    rows: u64,
+    row_bytes: u64,
+    offset: u64,
+    row_stride: u64,
+}
+
+fn inside(spec: &ComponentSpec, page_size: u64, entry_heads: u64, heads: HeadRange) -> Result<Inside> {
+    let extent = |axis: &Axis| match axis {
+        Axis::Token => spec.tokens(page_size),
+        Axis::Dim => spec.dims,
+        Axis::Head => 1,
+    };
+    let mut outer = vec![1];
+    let mut inner = vec![spec.dtype.itemsize()];
+    let mut passed = false;
+    for axis in &spec.axes {
+        match axis {
+            Axis::Head => passed = true,
+            other if passed => inner.push(extent(other)),
+            other => outer.push(extent(other)),
+        }
+    }
+    let (rows, per_head) = (address::product(&outer)?, address::product(&inner)?);
+    Ok(Inside {
+        rows,
+        row_bytes: address::product(&[per_head, heads.1 - heads.0])?,
+        offset: address::product(&[per_head, heads.0])?,
+        row_stride: address::product(&[per_head, entry_heads])?,
+    })
+}
+
+fn pair(
+    (source_entry, from): (usize, &BufferEntry),
+    (destination_entry, to): (usize, &BufferEntry),
+    specs: (&ComponentSpec, &ComponentSpec),
+    pages: (u64, u64),
+    heads: HeadRange,
+) -> Result<RoutePair> {
+    let relative = |entry: &BufferEntry| (heads.0 - entry.head_range.0, heads.1 - entry.head_range.0);
+    let (source_heads, destination_heads) = (relative(from), relative(to));
+    let a = inside(specs.0, pages.0, from.heads(), source_heads)?;
+    let b = inside(specs.1, pages.1, to.heads(), destination_heads)?;
+    let contiguous = a.rows == 1 || (a.row_stride == a.row_bytes && b.row_stride == b.row_bytes);
+    let (rows, row_bytes) =
+        if contiguous { (1, address::product(&[a.rows, a.row_bytes])?) } else { (a.rows, a.row_bytes) };
+    Ok(RoutePair {
+        component: from.component,
+        part: from.part,
+        layer_id: from.layer_id,
+        occurrence: from.occurrence,
+        item_kind: specs.0.item_kind,
+        source_entry,
+        destination_entry,
+        source_heads,
+        destination_heads,
+        rows,
+        row_bytes,
+        source_offset: a.offset,
+        source_row_stride: if contiguous { row_bytes } else { a.row_stride },
+        destination_offset: b.offset,
+        destination_row_stride: if contiguous { row_bytes } else { b.row_stride },
+    })
+}

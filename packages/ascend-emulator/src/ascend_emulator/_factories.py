@@ -1,0 +1,144 @@
+"""Operators that make tensors: fresh memory is poisoned, filled memory is allocated on the device and filled in place.
+
+It owns `empty*`, `zeros`, `ones` and `full`; other factories go through the general wrapper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch_npu
+
+from . import poison
+from ._alias import alias
+from ._graphs import OperatorNode
+from ._operators import allocate, capturing_graph, current_queue
+from ._queue import Work, scheduler
+
+__all__ = ["FACTORIES"]
+
+_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
+
+
+def _poisoned(short: str) -> Callable[..., torch.Tensor]:
+    """`empty` in its two forms: torch_npu's allocation, then poison, since its allocator reuses blocks."""
+    call = torch.library.get_kernel(f"aten::{short}", "PrivateUse1").call_boxed
+
+    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor: torch.Tensor = call(_KEYS, *args, **kwargs)
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        if nbytes:
+            address, dtype = storage.data_ptr(), tensor.dtype
+            if scheduler.slow:
+                queue = current_queue(tensor.device.index)
+                if queue.items and scheduler.progress(queue) is not None:  # earlier work may still use the block
+                    scheduler.submit(queue, Work("poison", lambda: poison.fill(address, nbytes, dtype)))
+                    return tensor
+            poison.fill(address, nbytes, dtype)
+        return tensor
+
+    return empty
+
+
+def _empty_like(
+    self: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    memory_format: torch.memory_format | None = None,
+) -> torch.Tensor:
+    dtype, device = dtype or self.dtype, device or self.device
+    plain = memory_format in (None, torch.preserve_format, torch.contiguous_format)
+    if plain and self.is_contiguous():
+        return torch.empty(self.shape, dtype=dtype, device=device, pin_memory=bool(pin_memory))
+    like = torch.empty_strided(self.shape, self.stride(), dtype=dtype, device="meta")
+    like = torch.empty_like(like, memory_format=memory_format or torch.preserve_format)
+    return torch.empty_strided(
+        like.shape, like.stride(), dtype=dtype, device=device, pin_memory=bool(pin_memory) and device.type == "cpu"
+    )
+
+
+def _new_empty_strided(
+    self: torch.Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype or self.dtype, device=device or self.device)
+
+
+def _strides(size: Sequence[int]) -> list[int]:
+    strides, step = [], 1
+    for extent in reversed(size):
+        strides.append(step)
+        step *= max(extent, 1)
+    return strides[::-1]
+
+
+def _filled(size: Sequence[int], value: Any, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
+    if any(extent < 0 for extent in size):
+        raise RuntimeError(f"Trying to create tensor with negative dimension: {list(size)}")
+    if device is None or device.index is None:
+        device = torch.device("npu", torch_npu.npu.current_device())
+    tensor = allocate(size, _strides(size), dtype, device)
+    target = alias(tensor)
+    if scheduler.slow:
+        queue = current_queue(device.index)
+        graph = capturing_graph(queue)
+        if graph is not None:
+            poison.fill(target.data_ptr(), target.untyped_storage().nbytes(), dtype)
+            graph.add(OperatorNode("fill_", lambda args, _: args[0].fill_(args[1]), (target, value), {}))
+            return tensor
+        if queue.items and scheduler.progress(queue) is not None:
+            scheduler.submit(queue, Work("fill_", lambda: target.fill_(value)))
+            return tensor
+    target.fill_(value)
+    return tensor
+
+
+def _constant(value: int) -> Callable[..., torch.Tensor]:
+    def run(
+        size: Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
+        layout: torch.layout | None = None,
+        device: torch.device | None = None,
+        pin_memory: bool | None = None,
+    ) -> torch.Tensor:
+        return _filled(size, value, dtype or torch.get_default_dtype(), device)
+
+    return run
+
+
+def _full(
+    size: Sequence[int],
+    fill_value: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> torch.Tensor:
+    if dtype is None:
+        dtype = torch.tensor(fill_value).dtype
+    return _filled(size, fill_value, dtype, device)
+
+
+FACTORIES: dict[str, Callable[..., torch.Tensor]] = {
+    "empty.memory_format": _poisoned("empty.memory_format"),
+    "empty_strided": _poisoned("empty_strided"),
+    "empty_like": _empty_like,
+    "new_empty_strided": _new_empty_strided,
+    "zeros": _constant(0),
+    "ones": _constant(1),
+    "full": _full,
+}

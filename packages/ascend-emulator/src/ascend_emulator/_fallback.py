@@ -1,0 +1,109 @@
+"""Registers the npu kernels: every aten operator that torch_npu has runs its CPU kernel, NPU operators come by
+`register`.
+
+It owns the list of what is registered, not the wrapper (`_operators.py`), the copies or the factories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ._composites import matmul_backward, scaled_dot_product_attention
+from ._copies import copy_, copy_from, copy_from_and_resize, local_scalar_dense
+from ._factories import FACTORIES
+from ._operators import npu_kernel
+from ._schema import find_operator
+from .errors import KernelNotFoundError
+
+__all__ = ["register", "register_aten"]
+
+# What torch_npu does right by itself: views, storages, sizes, streams of tensors, pinning.
+_KEEP = frozenset(
+    {
+        "view", "as_strided", "set_", "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor",
+        "resize_", "record_stream", "_pin_memory", "is_pinned", "_reshape_alias", "detach", "alias", "_to_copy",
+    }
+)  # fmt: skip
+# What has a function of its own below.
+_OWN = frozenset(
+    {
+        "copy_", "_copy_from", "_copy_from_and_resize", "_local_scalar_dense", "scaled_dot_product_attention",
+        "_fused_sdp_choice", *FACTORIES,
+    }
+)  # fmt: skip
+_SHAPE_ONLY = ("_get_max_workspace", "_infer_output", "_get_workspace")
+_kernels: dict[str, Callable[..., Any]] = {}
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def _library(namespace: str) -> torch.library.Library:
+    if namespace not in _libraries:
+        _libraries[namespace] = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+    return _libraries[namespace]
+
+
+def _implement(name: str, call: Callable[..., Any], key: str = "PrivateUse1") -> None:
+    namespace, _, rest = name.partition("::")
+    _library(namespace).impl(rest, call, key, allow_override=True)  # type: ignore[no-untyped-call]
+
+
+def register(name: str, call: Callable[..., Any]) -> None:
+    """Make `call`, a function of CPU tensors, the npu kernel of an existing operator.
+
+    Raises:
+        KernelNotFoundError: the operator does not exist.
+    """
+    try:
+        operator = find_operator(name)
+    except (AttributeError, RuntimeError) as error:
+        raise KernelNotFoundError(name, "torch has no such operator; define it first with torch.library") from error
+    shape_only = any(word in name for word in _SHAPE_ONLY)
+    _kernels[name] = call
+    _implement(
+        name, npu_kernel(name, operator, call, shape_only=shape_only, check=None if shape_only else _check(name))
+    )
+
+
+def _check(name: str) -> Callable[[Any, dict[str, Any]], None]:
+    """What an operator refuses when it is issued: its workspace function says, when that has a kernel."""
+    namespace, _, rest = name.partition("::")
+    workspace = f"{namespace}::_{rest.partition('.')[0]}_get_max_workspace"
+
+    def check(args: Any, kwargs: dict[str, Any]) -> None:
+        function = _kernels.get(workspace)
+        if function is not None:
+            function(*args, **{key: value for key, value in kwargs.items() if key not in ("workspace", "out")})
+
+    return check
+
+
+def register_aten() -> int:
+    """Register all aten operators that torch_npu has at its key; how many."""
+    count = 0
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
+        if not name.startswith("aten::") or name[6:] in _KEEP or name[6:] in _OWN:
+            continue
+        try:
+            operator = find_operator(name)
+        except AttributeError:
+            continue
+        if any(a.alias_info is not None and not a.alias_info.is_write for a in operator._schema.arguments):
+            continue  # a view: torch_npu's own
+        if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
+            continue  # torch_npu's own; it fails and names the operator
+        _implement(name, npu_kernel(name, operator))
+        count += 1
+    _implement("aten::copy_", copy_)
+    _implement("aten::_copy_from", copy_from)
+    _implement("aten::_copy_from_and_resize", copy_from_and_resize)
+    _implement("aten::_local_scalar_dense", local_scalar_dense)
+    for key in ("AutogradPrivateUse1", "PrivateUse1"):
+        _implement("aten::scaled_dot_product_attention", scaled_dot_product_attention, key)
+    register("aten::matmul_backward", matmul_backward)
+    _implement("aten::_fused_sdp_choice", lambda *args, **kwargs: 0)  # the composite one
+    for name, factory in FACTORIES.items():
+        _implement(f"aten::{name}", factory)
+    return count

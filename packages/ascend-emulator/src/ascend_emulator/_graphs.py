@@ -1,0 +1,319 @@
+"""Captured graphs: nodes, records with their flags, replay as a queue item, and the rules of update.
+
+It owns what a graph holds (raw addresses, never npu tensors, except outputs of task groups and pinned host buffers) and
+when an update is legal. Streams and waits are in `_queue.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ._queue import Blocked, StreamQueue, scheduler
+from ._runtime import runtime
+from .errors import CaptureError, DoubleUpdateError, FenceError
+
+__all__ = ["FlagWait", "FlagWrite", "Graph", "HostCopy", "Node", "Record", "Replay", "graphs"]
+
+_TESTS: tuple[Callable[[int, int], bool], ...] = (
+    lambda word, value: word >= value,
+    lambda word, value: word == value,
+    lambda word, value: bool(word & value),
+    lambda word, value: (~(word | value) & 0xFFFFFFFF) != 0,
+)
+
+
+class Node:
+    """A captured call: on a replay it runs again with the same arguments."""
+
+    __slots__ = ("call", "name", "record")
+
+    def __init__(self, name: str, call: Callable[[], Any]) -> None:
+        self.name = name
+        self.call = call
+        self.record: Record | None = None
+
+    def step(self) -> Blocked | None:
+        """Run the node, or say why it has to wait."""
+        self.call()
+        return None
+
+
+class FlagWait(Node):
+    """Waits until a word of device memory has a value (the wait of an external event)."""
+
+    __slots__ = ("address", "mode", "value")
+
+    def __init__(self, address: int, value: int, mode: int) -> None:
+        super().__init__("external event wait", lambda: None)
+        self.address, self.value, self.mode = address, value, mode
+
+    def ready(self) -> bool:
+        """Whether the word has the value now."""
+        return _TESTS[self.mode](ctypes.c_uint64.from_address(self.address).value, self.value)
+
+    def step(self) -> Blocked | None:
+        """Go on when the flag is set."""
+        return None if self.ready() else Blocked("waits for an external event that nobody records")
+
+
+class FlagWrite(Node):
+    """Writes a word of device memory (reset or record of an external event)."""
+
+    __slots__ = ()
+
+    def __init__(self, address: int, value: int) -> None:
+        super().__init__("external event write", lambda: write_flag(address, value))
+
+
+class HostCopy(Node):
+    """A captured copy between pinned host memory and the device; `issue` is called when a replay is queued."""
+
+    __slots__ = ("issue",)
+
+    def __init__(self, name: str, call: Callable[[], Any], issue: Callable[[StreamQueue, int], None]) -> None:
+        super().__init__(name, call)
+        self.issue = issue
+
+
+def write_flag(address: int, value: int) -> None:
+    """Set a flag and wake the waits."""
+    ctypes.c_uint64.from_address(address).value = value
+    scheduler.notify()
+
+
+class Record:
+    """A task group: an operator whose host arguments `graph.update()` replaces before each replay.
+
+    The legal order per record is update, replay (either first), wait of the host, update, …; every update belongs to
+    one replay, the k-th to the k-th.
+    """
+
+    __slots__ = ("consumer", "flag", "graph", "index", "node", "outputs", "unmatched", "waiting")
+
+    def __init__(self, graph: Graph, index: int) -> None:
+        self.graph = graph
+        self.index = index
+        self.flag: FlagWait | None = None
+        self.node: OperatorNode | None = None
+        self.outputs: Any = None
+        self.unmatched = False  # an update that no replay has been issued for
+        self.waiting: deque[Replay] = deque()  # replays that no update has been issued for
+        self.consumer: Replay | None = None  # replay that uses the last update
+
+    @property
+    def operator(self) -> str:
+        """Short name of the operator."""
+        return self.node.name if self.node is not None else "(empty task group)"
+
+    def check_update(self) -> None:
+        """Raise unless an update is legal now.
+
+        Raises:
+            DoubleUpdateError: the last update has no replay yet.
+            FenceError: the host has not waited for the replay of the last update.
+        """
+        if self.unmatched:
+            raise DoubleUpdateError(self.graph.number, self.index, self.operator)
+        consumer = self.consumer
+        if consumer is not None and runtime.host_saw(consumer.queue.state.index) < consumer.ticket:
+            raise FenceError(self.graph.number, self.index, self.operator)
+
+    def updated(self) -> None:
+        """An update has been accepted: pair it with a replay."""
+        if self.waiting:
+            self.consumer = self.waiting.popleft()
+        else:
+            self.consumer = None
+            self.unmatched = True
+
+    def replayed(self, replay: Replay) -> None:
+        """A replay has been issued: pair it with an update."""
+        if self.unmatched:
+            self.unmatched = False
+            self.consumer = replay
+        else:
+            self.waiting.append(replay)
+
+    def dropped(self, replay: Replay, consumed: bool) -> None:
+        """A replay will not reach this record, or has left it unfinished."""
+        if replay in self.waiting:
+            self.waiting.remove(replay)
+        if self.consumer is replay:
+            self.consumer = None
+            if not consumed and self.flag is not None:
+                write_flag(self.flag.address, 0)
+
+
+class OperatorNode(Node):
+    """A captured operator with its arguments, which an update may replace."""
+
+    __slots__ = ("args", "kwargs", "run")
+
+    def __init__(self, name: str, run: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> None:
+        super().__init__(name, self._again)
+        self.run = run
+        self.args, self.kwargs = args, kwargs
+
+    def _again(self) -> None:
+        self.run(self.args, self.kwargs)
+
+
+class Graph:
+    """Nodes in issue order, and the records among them."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.nodes: list[Node] = []
+        self.records: list[Record] = []
+        self.host_copies: list[HostCopy] = []
+        self.last_flag: FlagWait | None = None
+
+    def add(self, node: Node) -> None:
+        """Append a captured node; the last operator inside a task group becomes what an update rewrites."""
+        self.nodes.append(node)
+        if isinstance(node, FlagWait):
+            self.last_flag = node
+        elif isinstance(node, HostCopy):
+            self.host_copies.append(node)
+        elif isinstance(node, OperatorNode) and local.group is not None and local.group.graph is self:
+            local.group.node = node
+
+
+class Replay:
+    """A queued replay of a graph; it remembers how far it got."""
+
+    __slots__ = ("cursor", "graph", "queue", "ticket")
+
+    def __init__(self, graph: Graph, queue: StreamQueue) -> None:
+        self.graph = graph
+        self.queue = queue
+        self.cursor = 0
+        self.ticket = 0
+
+    def run(self, queue: StreamQueue) -> Blocked | None:
+        """Run nodes until one has to wait."""
+        nodes = self.graph.nodes
+        while self.cursor < len(nodes):
+            blocked = nodes[self.cursor].step()
+            if blocked is not None:
+                return self._explain(blocked)
+            self.cursor += 1
+        return None
+
+    def _explain(self, blocked: Blocked) -> Blocked:
+        record = self.graph.nodes[self.cursor].record
+        number = self.graph.number
+        if record is None:
+            return Blocked(f"replay of graph {number} {blocked.text}", graph=number)
+        return Blocked(
+            f"replay of graph {number} waits for record {record.index} ({record.operator}): no graph.update() arrived",
+            graph=number,
+            record=record.index,
+            operator=record.operator,
+        )
+
+    def drop(self) -> None:
+        """Leave the graph's records as if this replay had never been issued."""
+        passed = set(map(id, self.graph.nodes[: self.cursor]))
+        for record in self.graph.records:
+            record.dropped(self, record.flag is not None and id(record.flag) in passed)
+
+    def describe(self) -> str:
+        """Which node of which graph was running."""
+        node = self.graph.nodes[self.cursor]
+        record = node.record
+        which = (
+            f"record {record.index} ({record.operator})" if record is not None else f"node {self.cursor} ({node.name})"
+        )
+        return f"{which} in the replay of graph {self.graph.number}"
+
+
+class _Local(threading.local):
+    group: Record | None = None  # open task group of this thread
+    handle: int = 0  # its handle
+    updating: Record | None = None  # record that the next operator of this thread rewrites
+
+
+local = _Local()
+
+
+class Graphs:
+    """All captured graphs, by the number that C gave them."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[int, Graph] = {}
+        self._records: dict[int, Record] = {}
+
+    def begin(self, number: int) -> None:
+        """A capture starts."""
+        self._graphs[number] = Graph(number)
+        scheduler.count(captures=1)
+
+    def end(self) -> None:
+        """A capture ends, whether it failed or not."""
+        local.group = None
+        scheduler.count(captures=-1)
+
+    def get(self, number: int) -> Graph:
+        """A graph by its number."""
+        return self._graphs[number]
+
+    def destroy(self, number: int) -> None:
+        """Forget a graph."""
+        graph = self._graphs.pop(number, None)
+        if graph is not None:
+            for handle in [h for h, record in self._records.items() if record.graph is graph]:
+                del self._records[handle]
+
+    def begin_group(self, number: int, handle: int) -> None:
+        """Open a task group in a graph under capture."""
+        graph = self._graphs[number]
+        record = Record(graph, len(graph.records))
+        record.flag, graph.last_flag = graph.last_flag, None
+        graph.records.append(record)
+        self._records[handle] = record
+        local.group = record
+        local.handle = handle
+
+    def end_group(self) -> int:
+        """Close this thread's task group; its handle."""
+        record = local.group
+        if record is None:
+            raise CaptureError("end of a task group", "that this thread has not begun")
+        local.group = None
+        if record.flag is not None:
+            record.flag.record = record
+        if record.node is not None:
+            record.node.record = record
+        return local.handle
+
+    def begin_update(self, handle: int) -> None:
+        """The next operator of this thread rewrites a record."""
+        if local.updating is None:
+            scheduler.count(updates=1)
+        local.updating = self._records[handle]
+
+    def end_update(self) -> None:
+        """The update is over, whether an operator came or not."""
+        if local.updating is not None:
+            local.updating = None
+            scheduler.count(updates=-1)
+
+    def replay(self, number: int, stream: int) -> None:
+        """Queue a replay; nothing runs."""
+        graph = self._graphs[number]
+        queue = scheduler.queue(stream)
+        with scheduler.lock:
+            replay = Replay(graph, queue)
+            scheduler.submit(queue, replay)
+            for record in graph.records:
+                record.replayed(replay)
+            for copy in graph.host_copies:
+                copy.issue(queue, replay.ticket)
+
+
+graphs = Graphs()

@@ -1,0 +1,162 @@
+"""Puts the real torch_npu on the emulated runtime: environment, build, load, import, kernels, in this order."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ._build import build_runtime
+from ._quiet import without_lines, without_native_lines
+from ._runtime import runtime
+from .errors import (
+    AlreadyLoadedError,
+    MissingPackageError,
+    VersionPairError,
+)
+
+__all__ = ["install", "is_installed", "register_kernel"]
+
+# torch release -> torch_npu release that was tried on this runtime.
+_PAIRS = {"2.12.0": "2.12.0"}
+SUPPORTED = ", ".join(f"torch=={torch} with torch-npu=={npu}" for torch, npu in _PAIRS.items())
+_MAX_DEVICES = 16
+_DEFAULTS = {"devices": 2, "memory_bytes": 16 << 30}
+
+_lock = threading.RLock()
+_settings: dict[str, Any] = {}
+_pending_kernels: dict[str, Callable[..., Any]] = {}
+
+
+def is_installed() -> bool:
+    """Whether `install()` has run in this process."""
+    return bool(_settings)
+
+
+def install(*, devices: int = 2, memory_bytes: int = 16 << 30, wait_seconds: float = 10.0) -> None:
+    """Load the real torch_npu with emulated devices `npu:0` … `npu:devices-1`.
+
+    Call it before the first import of torch_npu. torch may be imported already, if its autoload was off. Calling it
+    again does nothing but change `wait_seconds`.
+
+    Args:
+        devices: number of devices, 1 to 16.
+        memory_bytes: memory of each device; host memory is used only as it is allocated.
+        wait_seconds: how long a wait of the host goes on without progress before it is a `DeadlockError`.
+
+    Raises:
+        AlreadyLoadedError: torch_npu was imported before.
+        MissingPackageError: torch or torch_npu is not installed.
+        VersionPairError: they are not a supported pair.
+        CompilerNotFoundError: no C compiler.
+        RuntimeBuildError: the C compiler failed.
+        ValueError: an argument is out of range, or differs from that of the first call.
+    """
+    if not 1 <= devices <= _MAX_DEVICES:
+        raise ValueError(f"devices: expected 1 to {_MAX_DEVICES}, got {devices}")
+    if memory_bytes < 2 << 20:
+        raise ValueError(
+            f"memory_bytes: expected at least {2 << 20}, a block of torch_npu's allocator, got {memory_bytes}"
+        )
+    if wait_seconds <= 0:
+        raise ValueError(f"wait_seconds: expected more than 0, got {wait_seconds}")
+    with _lock:
+        if _settings:
+            _again(devices=devices, memory_bytes=memory_bytes, wait_seconds=wait_seconds)
+            return
+        if "torch_npu" in sys.modules:
+            raise AlreadyLoadedError
+        folder, version = _check_versions()
+        libraries = build_runtime(folder, version)
+        _set_environment()
+        runtime.load(libraries, devices=devices, memory_bytes=memory_bytes)
+        _import_quietly()
+        _register(wait_seconds)
+        _first_allocation()
+        _settings.update(devices=devices, memory_bytes=memory_bytes)
+        for name, kernel in list(_pending_kernels.items()):
+            register_kernel(name, kernel)
+        _pending_kernels.clear()
+
+
+def register_kernel(name: str, kernel: Callable[..., Any]) -> None:
+    """Give an NPU operator a kernel.
+
+    Args:
+        name: full operator name, for example "npu::npu_rms_norm" or "npu::npu_fused_infer_attention_score_v2.out".
+        kernel: takes the operator's arguments with every npu tensor replaced by a CPU tensor over the same bytes,
+        returns
+            CPU tensors or writes its arguments in place as the schema says. Called in stream order, at replays too.
+
+    Raises:
+        KernelNotFoundError: the operator does not exist (after `install()`; before it, `install()` raises).
+    """
+    with _lock:
+        if not _settings:
+            _pending_kernels[name] = kernel
+            return
+        importlib.import_module("._fallback", __package__).register(name, kernel)
+
+
+def _again(*, devices: int, memory_bytes: int, wait_seconds: float) -> None:
+    for name, value in (("devices", devices), ("memory_bytes", memory_bytes)):
+        if value != _settings[name] and value != _DEFAULTS[name]:
+            raise ValueError(
+                f"{name}: the emulator is installed with {_settings[name]} and cannot change to {value} in this process"
+            )
+    importlib.import_module("._queue", __package__).scheduler.wait_seconds = wait_seconds
+
+
+def _check_versions() -> tuple[Path, str]:
+    versions = {}
+    for package in ("torch", "torch_npu"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            raise MissingPackageError(package, SUPPORTED) from None
+    torch_version, npu_version = versions["torch"], versions["torch_npu"]
+    if _PAIRS.get(torch_version.partition("+")[0]) != npu_version:
+        raise VersionPairError(torch_version, npu_version, SUPPORTED)
+    spec = importlib.util.find_spec("torch_npu")
+    if spec is None or not spec.submodule_search_locations:
+        raise MissingPackageError("torch_npu", SUPPORTED)
+    return Path(next(iter(spec.submodule_search_locations))), npu_version
+
+
+def _set_environment() -> None:
+    os.environ["TASK_QUEUE_ENABLE"] = "0"  # runtime calls in issue order, on the calling thread
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+
+
+def _import_quietly() -> None:
+    """Import torch and torch_npu without torch_npu's line about the missing toolkit and its files' syntax warnings."""
+    importlib.import_module("torch")
+    with without_lines("ASCEND_HOME_PATH environment variable is not set"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warnings of torch_npu's own source, about which nobody here can do anything
+        importlib.import_module("torch_npu")
+
+
+def _first_allocation() -> None:
+    torch = importlib.import_module("torch")
+    with without_native_lines(b"require processing for 32 padding size"):
+        torch.empty(1, device="npu:0")
+    torch.npu.empty_cache()
+    torch.npu.reset_peak_memory_stats()
+
+
+def _register(wait_seconds: float) -> None:
+    importlib.import_module("._calls", __package__).connect()
+    importlib.import_module("._queue", __package__).scheduler.wait_seconds = wait_seconds
+    importlib.import_module("._waits", __package__).install_waits()
+    fallback = importlib.import_module("._fallback", __package__)
+    fallback.register_aten()
+    kernels: dict[str, Callable[..., Any]] = importlib.import_module(".kernels", __package__).REGISTRY
+    for name, kernel in kernels.items():
+        fallback.register(name, kernel)

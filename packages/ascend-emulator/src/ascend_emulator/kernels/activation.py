@@ -1,0 +1,39 @@
+"""npu_swiglu.
+
+This module owns the gated activation: silu of the first half times the second half, in float32, rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .rules import refuse
+
+OP = "npu::npu_swiglu"
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def npu_swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """Splits a tensor in two along an axis and returns ``a * sigmoid(a) * b``.
+
+    Args:
+        input: 1 to 8 axes; float16, bfloat16 or float32.
+        dim: axis to split; of even length.
+
+    Returns:
+        Half of the input's length along ``dim``; dtype of the input.
+
+    Raises:
+        OpRefused: a documented constraint is broken.
+
+    Source:
+        Document of torch_npu.npu_swiglu in the torch_npu 2.12.0 wheel.
+    """
+    if input.dtype not in _DTYPES:
+        refuse(OP, "swiglu-dtype", "input", input.dtype)
+    if not 1 <= input.dim() <= 8:
+        refuse(OP, "swiglu-rank", "input", f"{input.dim()} axes")
+    if not -input.dim() <= dim < input.dim() or input.size(dim) % 2:
+        refuse(OP, "swiglu-even", "dim", f"{dim} of shape {tuple(input.shape)}")
+    first, second = input.float().chunk(2, dim)
+    return (torch.nn.functional.silu(first) * second).to(input.dtype)

@@ -1,0 +1,82 @@
+"""atb::_npu_reshape_and_cache: writing new keys and values into paged caches by slot.
+
+This module owns the op: checks, the range check of slots, and the write.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .errors import DeviceFault
+from .faults import layer_of, place
+from .rules import refuse
+
+OP = "atb::_npu_reshape_and_cache"
+_DTYPES = (torch.float16, torch.bfloat16, torch.int8)
+
+
+def _check_part(name: str, rows: torch.Tensor, cache: torch.Tensor) -> None:
+    for argument, tensor in ((name, rows), (f"{name}_cache", cache)):
+        if tensor.dtype not in _DTYPES or tensor.dtype != rows.dtype:
+            refuse(OP, "cache-dtype", argument, tensor.dtype)
+    if rows.dim() != 3 or cache.dim() != 4 or rows.shape[1:] != cache.shape[2:]:
+        refuse(OP, "cache-shapes", name, f"shape {tuple(rows.shape)} for a cache of {tuple(cache.shape)}")
+    if not cache.is_contiguous():
+        refuse(OP, "cache-contiguous", f"{name}_cache", f"strides {cache.stride()} of shape {tuple(cache.shape)}")
+
+
+def npu_reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_indices: torch.Tensor,
+) -> None:
+    """Writes token i's key and value into slot ``slot_indices[i]`` of the caches; tokens of negative slot are skipped.
+
+    Args:
+        key: Shape: [tokens, heads, dim]; float16, bfloat16 or int8.
+        value: Shape: [tokens, heads, value_dim]; the same dtype.
+        key_cache: Shape: [blocks, block_size, heads, dim]; contiguous. *Mutated*.
+        value_cache: Shape: [blocks, block_size, heads, value_dim]; contiguous. *Mutated*.
+        slot_indices: Shape: [tokens]; int32. Slot s is token ``s % block_size`` of block ``s // block_size``.
+            *Padding*: negative slots.
+
+    Raises:
+        OpRefused: a documented constraint is broken.
+        DeviceFault: a slot past the end of the caches; nothing is written then.
+
+    Source:
+        reshape_and_cache of CANN's transformer operators: forms in akg, yaml/doc/reshape_and_cache.md; int32 slots
+        also in vllm-ascend#706; the kernels leave out tokens of negative slot.
+    """
+    _check_part("key", key, key_cache)
+    _check_part("value", value, value_cache)
+    if value.dtype != key.dtype:
+        refuse(OP, "cache-dtype", "value", f"{value.dtype} beside a key of {key.dtype}")
+    if key.shape[:2] != value.shape[:2] or key_cache.shape[:3] != value_cache.shape[:3]:
+        refuse(OP, "cache-shapes", "value", f"shape {tuple(value.shape)} beside a key of {tuple(key.shape)}")
+    if slot_indices.dtype != torch.int32:
+        refuse(OP, "cache-slots-dtype", "slot_indices", slot_indices.dtype)
+    if slot_indices.dim() != 1 or slot_indices.size(0) != key.size(0):
+        refuse(OP, "cache-slots-shape", "slot_indices", f"shape {tuple(slot_indices.shape)} for {key.size(0)} tokens")
+    slots = slot_indices.long()
+    if slots.numel() == 0:
+        return
+    total = key_cache.size(0) * key_cache.size(1)
+    if int(slots.max()) >= total:
+        token = int((slots >= total).nonzero()[0])
+        slot, layer = int(slots[token]), layer_of(key_cache)
+        raise DeviceFault(
+            OP,
+            f"token {token} has slot {slot} (page {slot // key_cache.size(1)}), outside the caches{place(layer)} of "
+            f"{key_cache.size(0)} pages; nothing was written",
+            layer=layer,
+            page=slot // key_cache.size(1),
+            slot=slot,
+        )
+    keep = slots >= 0
+    if not bool(keep.all()):
+        slots, key, value = slots[keep], key[keep], value[keep]
+    key_cache.view(total, *key_cache.shape[2:]).index_copy_(0, slots, key)
+    value_cache.view(total, *value_cache.shape[2:]).index_copy_(0, slots, value)

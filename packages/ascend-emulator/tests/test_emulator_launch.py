@@ -1,0 +1,75 @@
+"""Nothing runs silently: every launch symbol of the runtime fails, and an operator without a kernel is named."""
+
+from __future__ import annotations
+
+import ctypes
+
+import ascend_emulator as emulator
+import pytest
+import torch
+import torch_npu
+from ascend_emulator._build import LIBRARIES, build_runtime
+from ascend_emulator._install import _check_versions
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    folder, version = _check_versions()
+    loaded = ctypes.CDLL(str(build_runtime(folder, version) / "libascendcl.so"))
+    loaded.aclGetRecentErrMsg.restype = ctypes.c_char_p
+    return loaded
+
+
+@pytest.mark.parametrize("symbol", ["aclopCompileAndExecute", "aclopCompileAndExecuteV2"])
+def test_operator_launches_fail_with_the_operators_name(library: ctypes.CDLL, symbol: str) -> None:
+    assert getattr(library, symbol)(b"RotaryMul", 0, None, None, 0, None, None, None, 0, 0, None, None) == 500002
+    assert b"no emulated kernel for operator RotaryMul" in library.aclGetRecentErrMsg()
+
+
+@pytest.mark.parametrize(
+    ("symbol", "count"), [("rtKernelLaunch", 6), ("rtDevBinaryRegister", 2), ("aclrtLaunchKernelWithHostArgs", 8)]
+)
+def test_raw_launches_fail(library: ctypes.CDLL, symbol: str, count: int) -> None:
+    assert getattr(library, symbol)(*[None] * count) == 500002
+    assert b"no emulated kernel" in library.aclGetRecentErrMsg()
+
+
+def test_registering_a_kernel_function_names_it(library: ctypes.CDLL) -> None:
+    assert library.rtFunctionRegister(None, None, b"my_kernel", None, 0) == 500002
+    assert b"my_kernel" in library.aclGetRecentErrMsg()
+
+
+def test_an_npu_operator_without_a_kernel_fails_and_says_which() -> None:
+    boxes = torch.ones(4, 4, device="npu")
+    with pytest.raises(RuntimeError, match=r"BoundingBoxEncode"):
+        torch_npu.npu_bounding_box_encode(boxes, boxes, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0)
+    with pytest.raises(RuntimeError, match=r"aclnnMish|Mish"):
+        torch_npu.npu_mish(boxes)
+
+
+def test_a_registered_kernel_takes_its_place() -> None:
+    rows = torch.linspace(-2, 2, 8)
+
+    def count(x: torch.Tensor) -> None:
+        x.add_(1)
+
+    with torch.library._scoped_library("emulator_launch", "FRAGMENT") as library:
+        library.define("twice(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
+        library.define("count_(Tensor(a!) x) -> ()")
+        emulator.register_kernel("emulator_launch::twice", lambda x, *, out: out.copy_(x * 2))
+        emulator.register_kernel("emulator_launch::count_", count)
+        out = torch.zeros(8, device="npu")
+        assert torch.ops.emulator_launch.twice(rows.to("npu"), out=out) is out
+        torch.testing.assert_close(out.cpu(), rows * 2)
+        torch.ops.emulator_launch.count_(out)
+        torch.testing.assert_close(out.cpu(), rows * 2 + 1)
+
+
+def test_a_kernel_for_an_operator_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(emulator.KernelNotFoundError, match="npu::no_such_operator"):
+        emulator.register_kernel("npu::no_such_operator", lambda x: x)
+
+
+def test_every_library_is_there_under_its_soname(library: ctypes.CDLL) -> None:
+    for name in LIBRARIES:
+        assert ctypes.CDLL(name)._handle  # found because it is loaded: no LD_LIBRARY_PATH is set

@@ -1,0 +1,64 @@
+"""Owns paged K/V pools for serving: memory, pages, writers and the manifest that transfer reads.
+
+It does not own attention, transfer or graphs. Importing it imports torch and kv_planner, never torch_npu.
+"""
+
+from __future__ import annotations
+
+from kv_pool.allocator import PageAllocator
+from kv_pool.errors import (
+    DeviceMismatch,
+    DoubleFree,
+    DtypeMismatch,
+    ForeignPage,
+    HeadRangeError,
+    IntegrityError,
+    KvPoolError,
+    LayoutError,
+    OutOfPages,
+    PageError,
+    PoolSizeError,
+    RowMismatch,
+    SlotOutOfRange,
+    TableError,
+    UnheldComponent,
+    UnknownLayer,
+    UnknownWriter,
+    WidthMismatch,
+    WriteError,
+)
+from kv_pool.mha import MhaPool
+from kv_pool.tables import block_table, narrow_slots, slots_for
+from kv_pool.writers import Writer, WriterName, create_writer, writer_names
+
+__all__ = [
+    "DeviceMismatch",
+    "DoubleFree",
+    "DtypeMismatch",
+    "ForeignPage",
+    "HeadRangeError",
+    "IntegrityError",
+    "KvPoolError",
+    "LayoutError",
+    "MhaPool",
+    "OutOfPages",
+    "PageAllocator",
+    "PageError",
+    "PoolSizeError",
+    "RowMismatch",
+    "SlotOutOfRange",
+    "TableError",
+    "UnheldComponent",
+    "UnknownLayer",
+    "UnknownWriter",
+    "WidthMismatch",
+    "WriteError",
+    "Writer",
+    "WriterName",
+    "block_table",
+    "create_writer",
+    "narrow_slots",
+    "slots_for",
+    "writer_names",
+]
+__version__ = "0.1.0"

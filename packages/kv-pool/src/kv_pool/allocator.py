@@ -1,0 +1,221 @@
+"""Owns which pages of a pool are free and how many holders each page has.
+
+Invariants, true before and after every call:
+
+1. page 0 is never handed out;
+2. every other page is either free (no holder) or held (one holder or more), never both: `available + held == total`;
+3. a refused call changes nothing;
+4. the same calls in the same order hand out the same pages.
+
+It does not own memory, and it does not know which request holds a page: a request and a writer that still writes are
+two holders, and the page is free when both let go.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_pool.errors import DoubleFree, ForeignPage, IntegrityError, OutOfPages, PageError, PoolSizeError
+from kv_pool.tables import IndexLike, IntArray, as_index_array
+
+__all__ = ["PageAllocator"]
+
+
+class PageAllocator:
+    """Reference-counted allocator over the pages `1..num_pages-1`.
+
+    Not thread-safe: one owner calls it, as one scheduler owns a pool.
+
+    Args:
+        num_pages: Pages of the pool, the reserved page 0 included.
+        page_size: Tokens in a page.
+
+    Raises:
+        PoolSizeError: Fewer than two pages, or a page size below 1.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        if num_pages < 2 or page_size < 1:
+            raise PoolSizeError(
+                "num_pages, page_size",
+                given=(num_pages, page_size),
+                expected="at least (2, 1)",
+                consequence="page 0 is reserved, so no page could be handed out",
+                remedy="size the pool for at least one page",
+            )
+        self._num_pages = num_pages
+        self._page_size = page_size
+        self._holders: npt.NDArray[np.int32] = np.zeros(num_pages, dtype=np.int32)
+        self._stack: IntArray = np.arange(num_pages - 1, 0, -1, dtype=np.int64)
+        self._top = num_pages - 1
+        self._held = 0
+        self._mark: IntArray = np.zeros(num_pages, dtype=np.int64)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool, the reserved page 0 included."""
+        return self._num_pages
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return self._page_size
+
+    @property
+    def total(self) -> int:
+        """Pages that can be handed out: `num_pages - 1`."""
+        return self._num_pages - 1
+
+    @property
+    def available(self) -> int:
+        """Free pages."""
+        return self._top
+
+    @property
+    def held(self) -> int:
+        """Pages with at least one holder."""
+        return self._held
+
+    def holders(self, pages: IndexLike) -> npt.NDArray[np.int32]:
+        """Return how many holders each page has. Shape: [n]; dtype int32. Raises ForeignPage outside the pool."""
+        counts: npt.NDArray[np.int32] = self._holders[self._ids(pages)]
+        return counts
+
+    def alloc(self, count: int) -> IntArray:
+        """Take `count` free pages, each with one holder.
+
+        A fresh allocator hands pages out in ascending order; released pages come back in the order of their release.
+
+        Args:
+            count: Pages to take; 0 is allowed.
+
+        Returns:
+            Shape: [count]; dtype int64.
+
+        Raises:
+            OutOfPages: Fewer pages are free; none is taken.
+            PageError: `count` is negative.
+            IntegrityError: A page on the free list has a holder.
+        """
+        if count < 0:
+            raise PageError(
+                "count",
+                given=count,
+                expected="0 or more",
+                consequence="nothing can be taken",
+                remedy="pass a page count",
+            )
+        if count > self._top:
+            raise OutOfPages(
+                "count",
+                given=count,
+                expected=f"at most {self._top} free pages (of {self.total}, {self._held} held)",
+                consequence="no page was taken",
+                remedy="release pages, evict, or wait",
+            )
+        pages: IntArray = self._stack[self._top - count : self._top][::-1].copy()
+        if self._holders[pages].any():
+            raise IntegrityError(
+                "free list",
+                given=pages[self._holders[pages] > 0].tolist(),
+                expected="pages without a holder",
+                consequence="a page would have two owners",
+                remedy="this is a defect: report it with the calls that led here",
+            )
+        self._holders[pages] = 1
+        self._top -= count
+        self._held += count
+        self._check()
+        return pages
+
+    def retain(self, pages: IndexLike) -> None:
+        """Add one holder to each page; a page listed twice gets two.
+
+        Raises:
+            ForeignPage: A page is outside the pool, reserved, or free.
+        """
+        ids = self._ids(pages)
+        free = ids[self._holders[ids] == 0]
+        if free.size:
+            raise ForeignPage(
+                "pages",
+                given=free.tolist(),
+                expected="pages that somebody holds",
+                consequence="a free page may be handed to another owner at any moment",
+                remedy="take it with alloc, or retain it before its last holder releases it",
+            )
+        np.add.at(self._holders, ids, 1)
+
+    def release(self, pages: IndexLike) -> None:
+        """Drop one holder of each page; pages without a holder become free, in the order given.
+
+        Raises:
+            ForeignPage: A page is outside the pool or reserved.
+            DoubleFree: A page is released more often than it is held. Nothing is released then.
+        """
+        ids = self._ids(pages)
+        if not ids.size:
+            return
+        np.subtract.at(self._holders, ids, 1)
+        left = self._holders[ids]
+        if int(left.min()) < 0:
+            np.add.at(self._holders, ids, 1)
+            raise DoubleFree(
+                "pages",
+                given=np.unique(ids[left < 0]).tolist(),
+                expected="pages that are still held as often as they are released",
+                consequence="a page freed twice would be handed to two owners; nothing was released",
+                remedy="release each page once per alloc or retain",
+            )
+        freed = ids[left == 0]
+        order = np.arange(freed.size, dtype=np.int64)
+        self._mark[freed[::-1]] = order[::-1]
+        freed = freed[self._mark[freed] == order]
+        self._stack[self._top : self._top + freed.size] = freed[::-1]
+        self._top += freed.size
+        self._held -= freed.size
+        self._check()
+
+    def verify(self) -> None:
+        """Recount everything from scratch: every page is free once or held, never both.
+
+        Takes time proportional to the pool; the running check after each call does not need it.
+
+        Raises:
+            IntegrityError: The books contradict each other.
+        """
+        free = self._stack[: self._top]
+        seen = np.bincount(free, minlength=self._num_pages)
+        wrong = np.flatnonzero((seen + (self._holders > 0))[1:] != 1) + 1
+        if wrong.size or seen[0] or self._holders[0] or int((self._holders > 0).sum()) != self._held:
+            raise IntegrityError(
+                "pages",
+                given=wrong.tolist(),
+                expected="every page free once or held",
+                consequence="a page may be lost or have two owners",
+                remedy="this is a defect: report it with the calls that led here",
+            )
+        self._check()
+
+    def _check(self) -> None:
+        if self._top + self._held != self._num_pages - 1 or self._held < 0:
+            raise IntegrityError(
+                "available + held",
+                given=f"{self._top} + {self._held}",
+                expected=self.total,
+                consequence="a page may be lost or have two owners",
+                remedy="this is a defect: report it with the calls that led here",
+            )
+
+    def _ids(self, pages: IndexLike) -> IntArray:
+        ids = as_index_array("pages", pages, PageError)
+        if ids.size and (int(ids.min()) < 1 or int(ids.max()) >= self._num_pages):
+            raise ForeignPage(
+                "pages",
+                given=ids[(ids < 1) | (ids >= self._num_pages)].tolist(),
+                expected=f"page ids in 1..{self._num_pages - 1}",
+                consequence="page 0 is reserved for padded rows, and other ids belong to no page of this pool",
+                remedy="pass pages that this allocator handed out",
+            )
+        return ids

@@ -1,0 +1,132 @@
+"""Owns the errors of kv_pool: one class a rule, each with the values that broke it.
+
+Every error derives from `KvPoolError` and from the nearest builtin, so that callers may catch either. It does not own
+the checks themselves; those live beside what they protect.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "DeviceMismatch",
+    "DoubleFree",
+    "DtypeMismatch",
+    "ForeignPage",
+    "HeadRangeError",
+    "IntegrityError",
+    "KvPoolError",
+    "LayoutError",
+    "OutOfPages",
+    "PageError",
+    "PoolSizeError",
+    "RowMismatch",
+    "SlotOutOfRange",
+    "TableError",
+    "UnheldComponent",
+    "UnknownLayer",
+    "UnknownWriter",
+    "WidthMismatch",
+    "WriteError",
+]
+
+
+class KvPoolError(Exception):
+    """Base of every error that kv_pool raises.
+
+    Attributes:
+        argument: Name of the argument or fact that broke the rule.
+        given: The value that was found there.
+        expected: What the rule asks for.
+        consequence: What would go wrong if it were let through.
+        remedy: What to do about it.
+    """
+
+    def __init__(self, argument: str, *, given: Any, expected: Any, consequence: str, remedy: str) -> None:
+        self.argument = argument
+        self.given = given
+        self.expected = expected
+        self.consequence = consequence
+        self.remedy = remedy
+        super().__init__(f"{argument}: expected {expected}, got {given}; {consequence}; {remedy}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Rebuild from the keyword values, so that an error survives a process boundary."""
+        values = (self.argument, str(self.given), str(self.expected), self.consequence, self.remedy)
+        return _rebuild, (type(self), *values)
+
+
+def _rebuild(cls: type[KvPoolError], argument: str, given: str, expected: str, consequence: str, remedy: str) -> Any:
+    return cls(argument, given=given, expected=expected, consequence=consequence, remedy=remedy)
+
+
+class LayoutError(KvPoolError, ValueError):
+    """The layout asks for something that this pool cannot represent."""
+
+
+class UnheldComponent(LayoutError):
+    """The layout declares a component, part or layer that the pool would silently not hold."""
+
+
+class HeadRangeError(LayoutError):
+    """The local head range does not fit the layout or the placement."""
+
+
+class PoolSizeError(KvPoolError, ValueError):
+    """The pool's size does not fit its page size or its writer's index width."""
+
+
+class UnknownLayer(KvPoolError, LookupError):
+    """A layer id (or part) that this pool does not hold."""
+
+
+class UnknownWriter(KvPoolError, ValueError):
+    """A writer name that does not exist, or that cannot serve this device."""
+
+
+class WriteError(KvPoolError, ValueError):
+    """A write was refused; nothing was written."""
+
+
+class WidthMismatch(WriteError):
+    """Heads or head dims of the data differ from those of the pool."""
+
+
+class RowMismatch(WriteError):
+    """The number of rows of key, value and slots differ, or an argument has the wrong rank."""
+
+
+class DtypeMismatch(WriteError, TypeError):
+    """The dtype of key, value or slots is not the one declared."""
+
+
+class DeviceMismatch(WriteError):
+    """An argument lives on another device than the pool."""
+
+
+class SlotOutOfRange(WriteError, IndexError):
+    """A slot lies outside the pool, or does not fit the integer width that was asked for."""
+
+
+class PageError(KvPoolError, ValueError):
+    """A page id or page list was refused; the allocator is unchanged."""
+
+
+class OutOfPages(KvPoolError, RuntimeError):
+    """Fewer free pages than were asked for; none was taken."""
+
+
+class DoubleFree(PageError):
+    """A page was released more often than it is held."""
+
+
+class ForeignPage(PageError):
+    """A page id that this allocator does not own: outside its range, reserved, or not held."""
+
+
+class IntegrityError(KvPoolError, RuntimeError):
+    """The allocator's books contradict each other; a page may have two owners."""
+
+
+class TableError(KvPoolError, ValueError):
+    """A position, page list or block table does not cover what was asked of it."""

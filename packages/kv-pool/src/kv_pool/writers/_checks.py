@@ -1,0 +1,88 @@
+"""Owns the refusals that all writers share: ranks, widths, row counts, dtypes and devices.
+
+Only facts that the host knows without asking a device; the values of slots are checked where they are (see `index`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kv_pool.errors import DeviceMismatch, DtypeMismatch, RowMismatch, SlotOutOfRange, WidthMismatch
+
+__all__ = ["check_slot_values", "check_write"]
+
+
+def check_write(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_dtypes: tuple[torch.dtype, ...],
+) -> None:
+    """Refuse a write that does not fit; see `Writer.write` for what fits."""
+    if slots.ndim != 1:
+        raise RowMismatch(
+            "slots",
+            given=f"shape {tuple(slots.shape)}",
+            expected="shape [tokens]",
+            consequence="rows could not be told apart",
+            remedy="flatten the slots to one a token",
+        )
+    if slots.dtype not in slot_dtypes:
+        raise DtypeMismatch(
+            "slots",
+            given=slots.dtype,
+            expected=" or ".join(str(dtype) for dtype in slot_dtypes),
+            consequence="a cast would wrap large slots or wait for the device",
+            remedy="build the slots in that dtype (kv_pool.narrow_slots), or choose another writer",
+        )
+    for name, rows, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        if rows.ndim != 3 or rows.shape[1:] != cache.shape[2:]:
+            raise WidthMismatch(
+                name,
+                given=f"shape {tuple(rows.shape)}",
+                expected=f"[tokens, {cache.shape[2]}, {cache.shape[3]}] (heads, dims of the pool's {name})",
+                consequence="the rows would be stored at wrong offsets",
+                remedy="reshape or pad before the write; K and V have widths of their own",
+            )
+        if rows.shape[0] != slots.shape[0]:
+            raise RowMismatch(
+                name,
+                given=f"{rows.shape[0]} rows",
+                expected=f"{slots.shape[0]}, one a slot",
+                consequence="some tokens would be lost or stored twice",
+                remedy="pass one slot a row; padded rows name slot 0",
+            )
+        if rows.dtype != cache.dtype:
+            raise DtypeMismatch(
+                name,
+                given=rows.dtype,
+                expected=f"{cache.dtype} (the pool's {name})",
+                consequence="a hidden cast would round differently on each backend",
+                remedy=f"cast it with .to({cache.dtype}) before the write",
+            )
+    for name, tensor in (("slots", slots), ("key", key), ("value", value)):
+        if tensor.device != key_cache.device:
+            raise DeviceMismatch(
+                name,
+                given=tensor.device,
+                expected=f"{key_cache.device} (the pool's device)",
+                consequence="the write would wait for a copy, and could not be captured",
+                remedy="move it to the pool's device first",
+            )
+
+
+def check_slot_values(slots: torch.Tensor, num_slots: int) -> None:
+    """Refuse slots outside `0..num_slots-1`. Reads the values: for tensors in host memory only."""
+    if not slots.numel():
+        return
+    low, high = int(slots.min()), int(slots.max())
+    if low < 0 or high >= num_slots:
+        raise SlotOutOfRange(
+            "slots",
+            given=f"values from {low} to {high}",
+            expected=f"values in 0..{num_slots - 1}",
+            consequence="a negative slot would wrap around to the end of the pool, a large one lies outside it",
+            remedy="use slots of allocated pages; padded rows name slot 0",
+        )

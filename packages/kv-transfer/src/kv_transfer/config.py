@@ -1,0 +1,70 @@
+"""Time-outs and limits of the control plane, as frozen records.
+
+Reads no environment: whoever embeds the package passes these in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+__all__ = ["Limits", "Timeouts"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timeouts:
+    """All in seconds, on the monotonic clock.
+
+    Attributes:
+        handshake: From `connect` (or `wait_ready`) until both sides agreed.
+        offer: How long `Sender.open` waits for the receiver's pages.
+        transfer: On the receiver from `open` until every rank is done; on the sender the longest time without progress.
+        heartbeat_interval: How often each side says that it lives.
+        peer_lost_after: A peer that was silent for so long is lost.
+        dead_writer_grace: How long after the connection of a writer closed its bytes may still land in our memory. Keep
+            it at the engine's own transfer time-out or above where a network can cut the connection of a process that
+            lives on.
+        drain: How long `Receiver.close` waits for writers to stop.
+    """
+
+    handshake: float = 30.0
+    offer: float = 60.0
+    transfer: float = 300.0
+    heartbeat_interval: float = 0.5
+    peer_lost_after: float = 5.0
+    dead_writer_grace: float = 10.0
+    drain: float = 2.0
+
+    def __post_init__(self) -> None:
+        """Refuses values that are not positive, and a limit that two heartbeats do not fit in."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"Timeouts.{field.name}: expected a positive number of seconds, got {value!r}")
+        if self.peer_lost_after < 2 * self.heartbeat_interval:
+            raise ValueError(
+                f"Timeouts.peer_lost_after: {self.peer_lost_after:g} s is less than two heartbeats of "
+                f"{self.heartbeat_interval:g} s; a living peer would be taken for lost; raise it or beat more often"
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes that the control plane accepts.
+
+    Attributes:
+        message_bytes: Longest control message; longer ones are refused unread.
+        batches_in_flight: Batches that one session gives to its engine at a time.
+        remembered_rooms: Ended rooms that a sender remembers, so that a late `open` is told why at once.
+    """
+
+    message_bytes: int = 16 << 20
+    batches_in_flight: int = 4
+    remembered_rooms: int = 4096
+
+    def __post_init__(self) -> None:
+        """Refuses limits under one."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value < 1:
+                raise ValueError(f"Limits.{field.name}: expected at least 1, got {value!r}")

@@ -1,0 +1,188 @@
+"""The data plane as the rest of the package sees it: the `TransferEngine` protocol and its records.
+
+An engine moves bytes from local memory to a peer's registered memory. It knows nothing of layouts, pages or rooms.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import threading
+from typing import Protocol, runtime_checkable
+
+import kv_planner
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "Blocks",
+    "EngineCapabilities",
+    "TransferEngine",
+    "TransferHandle",
+    "TransferState",
+    "TransferStatus",
+]
+
+
+class TransferState(enum.Enum):
+    """Where a submitted batch is."""
+
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TransferStatus:
+    """What `poll` returns.
+
+    Attributes:
+        state: DONE and FAILED are terminal: the engine will not touch memory for this batch again.
+        error: Why, in words; empty unless FAILED. After a failure the destination holds undefined bytes.
+    """
+
+    state: TransferState
+    error: str = ""
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the engine has let go of the memory."""
+        return self.state is not TransferState.PENDING
+
+
+PENDING = TransferStatus(TransferState.PENDING)
+DONE = TransferStatus(TransferState.DONE)
+
+
+class Blocks(Protocol):
+    """What an engine is given; `kv_planner.Batch` is one.
+
+    Attributes:
+        source: Local addresses. Shape: [blocks]; dtype uint64.
+        destination: Addresses at the peer. Shape: [blocks]; dtype uint64.
+        nbytes: Bytes of each block. Shape: [blocks]; dtype uint64.
+    """
+
+    @property
+    def source(self) -> npt.NDArray[np.uint64]: ...  # noqa: D102
+
+    @property
+    def destination(self) -> npt.NDArray[np.uint64]: ...  # noqa: D102
+
+    @property
+    def nbytes(self) -> npt.NDArray[np.uint64]: ...  # noqa: D102
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineCapabilities:
+    """What an engine can take; None means that it names no limit.
+
+    Attributes:
+        max_entries_per_batch: Blocks in one submitted batch.
+        max_block_bytes: Bytes of one block.
+        max_blocks: Blocks of one plan.
+        cross_process: Reaches memory of other processes.
+        progress_on_poll: Moves bytes inside `poll`, so it must be polled without pauses.
+    """
+
+    max_entries_per_batch: int | None = None
+    max_block_bytes: int | None = None
+    max_blocks: int | None = None
+    cross_process: bool = False
+    progress_on_poll: bool = False
+
+    def planner(self) -> kv_planner.Capabilities:
+        """The part that `kv_planner.lower` needs."""
+        return kv_planner.Capabilities(
+            max_entries_per_batch=self.max_entries_per_batch,
+            max_block_bytes=self.max_block_bytes,
+            max_blocks=self.max_blocks,
+        )
+
+
+class TransferHandle:
+    """One submitted batch. Engines keep no table of them: a handle that is dropped is gone."""
+
+    __slots__ = ("_lock", "_status", "blocks", "nbytes", "peer")
+
+    def __init__(self, peer: str, blocks: int, nbytes: int) -> None:
+        """A pending batch of `blocks` blocks, `nbytes` bytes, to `peer`."""
+        self.peer = peer
+        self.blocks = blocks
+        self.nbytes = nbytes
+        self._status = PENDING
+        self._lock = threading.Lock()
+
+    @property
+    def status(self) -> TransferStatus:
+        """The last known status; once terminal it stays."""
+        return self._status
+
+    def settle(self, status: TransferStatus) -> bool:
+        """Ends the batch; for engines. The first call wins.
+
+        Returns:
+            Whether this call ended it.
+        """
+        with self._lock:
+            if self._status.is_terminal:
+                return False
+            self._status = status
+            return True
+
+
+@runtime_checkable
+class TransferEngine(Protocol):
+    """What sender and receiver need of an engine. All methods may be called from any thread."""
+
+    @property
+    def name(self) -> str:
+        """The name under which it was created."""
+
+    @property
+    def session(self) -> str:
+        """What a peer passes to `submit` in order to reach this engine."""
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """Its limits."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Opens [address, address + nbytes) for transfers from here and for writes by peers.
+
+        The same range may be registered again; it closes with the last `unregister`.
+
+        Raises:
+            RegionError: The range is empty, or overlaps another one in part.
+            EngineError: The library refused it.
+        """
+
+    def unregister(self, address: int) -> None:
+        """Closes the range that starts at `address`; does nothing after `close`.
+
+        Raises:
+            RegionError: No such range.
+        """
+
+    def submit(self, peer: str, batch: Blocks) -> TransferHandle:
+        """Starts to write `batch` into the memory of the engine with session `peer`, and returns without waiting.
+
+        Raises:
+            RegionError: A source block is not in registered memory.
+            EngineError: The engine is closed, or the batch is over its limits.
+        """
+
+    def poll(self, handle: TransferHandle) -> TransferStatus:
+        """The status of a batch; may be called again after the end.
+
+        An exception means that the engine let go of the batch.
+        """
+
+    def cancel(self, handle: TransferHandle) -> None:
+        """Asks for an early end.
+
+        A batch that already runs may still finish; only a terminal status says that it stopped.
+        """
+
+    def close(self) -> None:
+        """Ends everything that is pending and releases the library. May be called twice."""

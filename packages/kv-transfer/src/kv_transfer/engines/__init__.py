@@ -1,0 +1,1 @@
+"""Transfer engines, one a module; each is imported only when it is created."""

@@ -1,0 +1,271 @@
+"""The control messages between a sender and a receiver, and their only encoding: one JSON object a message.
+
+Frozen pydantic models, extra fields forbidden, told apart by `type`. Whatever bytes arrive, `decode` returns a message
+or raises a `ProtocolError`. What a message means is decided in the cores, not here.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from typing import Annotated, Final, Literal
+
+import pydantic
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, StringConstraints, TypeAdapter
+
+from kv_transfer.config import Limits
+from kv_transfer.errors import MessageTooLarge, ProtocolError, ProtocolVersionError
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "Abort",
+    "Aborted",
+    "Accepted",
+    "Agreed",
+    "Bye",
+    "DifferenceRecord",
+    "Done",
+    "Heartbeat",
+    "Hello",
+    "Message",
+    "Offer",
+    "Ready",
+    "Refusal",
+    "RefusalCode",
+    "Welcome",
+    "decode",
+    "encode",
+]
+
+PROTOCOL_VERSION: Final = 1
+
+_Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+_Text = Annotated[str, StringConstraints(max_length=65_536)]
+_Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+_Generation = Annotated[int, Field(ge=1, le=2**63 - 1)]
+
+
+def _finite(metadata: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Refuses NaN and infinities, which JSON has no words for."""
+    json.dumps(metadata, allow_nan=False)
+    return metadata
+
+
+class RefusalCode(str, enum.Enum):
+    """Why a handshake was refused."""
+
+    MALFORMED = "malformed"
+    VERSION = "version"
+    ENGINE = "engine"
+    LAYOUT = "layout"
+    UNSUPPORTED = "unsupported"
+    RANK_TAKEN = "rank-taken"
+    DEPLOYMENT = "deployment"
+    UNEXPECTED = "unexpected"
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    v: Literal[1] = PROTOCOL_VERSION
+
+
+class DifferenceRecord(BaseModel):
+    """One difference of two layouts; on the wire `local` is the side that sends the refusal.
+
+    Attributes:
+        field: What differs.
+        local: Value on this side, as text.
+        remote: Value on the other side, as text.
+        consequence: What would happen.
+        remedy: What to do.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    field: _Text
+    local: _Text
+    remote: _Text
+    consequence: _Text
+    remedy: _Text
+
+    def swapped(self) -> DifferenceRecord:
+        """The same difference, seen from the other side."""
+        return self.model_copy(update={"local": self.remote, "remote": self.local})
+
+
+class Hello(_Message):
+    """Sender's first word: who it is and what it owns."""
+
+    type: Literal["hello"] = "hello"
+    engine: _Name
+    session: _Name
+    manifest: str
+
+
+class Welcome(_Message):
+    """Receiver's answer to a hello that it agrees with."""
+
+    type: Literal["welcome"] = "welcome"
+    engine: _Name
+    session: _Name
+    manifest: str
+    incarnation: _Generation
+
+
+class Agreed(_Message):
+    """Sender agrees with the welcome too; only now does its rank count."""
+
+    type: Literal["agreed"] = "agreed"
+
+
+class Refusal(_Message):
+    """Either side refuses the other; with every difference where the layouts are the reason."""
+
+    type: Literal["refusal"] = "refusal"
+    code: RefusalCode = Field(strict=False)
+    reason: _Text
+    differences: tuple[DifferenceRecord, ...] = Field(default=(), strict=False)
+
+
+class Ready(_Message):
+    """All prefill ranks are there and fit together; `sends` says whether this one has anything to send."""
+
+    type: Literal["ready"] = "ready"
+    ranks: _Count
+    sends: bool
+
+
+class Offer(_Message):
+    """Receiver's pages of a room; page i of the request belongs into pages[i]."""
+
+    type: Literal["offer"] = "offer"
+    room: _Count
+    generation: _Generation
+    pages: tuple[_Count, ...] = Field(strict=False)
+    tokens: _Count
+
+
+class Done(_Message):
+    """Sender's good end of a room: nothing more is written, and everything was."""
+
+    type: Literal["done"] = "done"
+    room: _Count
+    generation: _Generation
+    nbytes: _Count
+    blocks: _Count
+    pages: _Count
+    layers: tuple[tuple[_Name, _Count], ...] = Field(strict=False)
+    metadata: Annotated[dict[str, JsonValue], AfterValidator(_finite)]
+
+
+class Aborted(_Message):
+    """Sender's bad end of a room: nothing more is written, and not everything was."""
+
+    type: Literal["aborted"] = "aborted"
+    room: _Count
+    generation: _Generation
+    reason: _Text
+
+
+class Accepted(_Message):
+    """Receiver's good end towards one rank: its `Done` was checked."""
+
+    type: Literal["accepted"] = "accepted"
+    room: _Count
+    generation: _Generation
+
+
+class Abort(_Message):
+    """Receiver's bad end towards one rank: stop writing, then say `Aborted`."""
+
+    type: Literal["abort"] = "abort"
+    room: _Count
+    generation: _Generation
+    reason: _Text
+
+
+class Heartbeat(_Message):
+    """I live."""
+
+    type: Literal["heartbeat"] = "heartbeat"
+
+
+class Bye(_Message):
+    """I take this conversation for ended."""
+
+    type: Literal["bye"] = "bye"
+    reason: _Text
+
+
+Message = Annotated[
+    Hello | Welcome | Agreed | Refusal | Ready | Offer | Done | Aborted | Accepted | Abort | Heartbeat | Bye,
+    Field(discriminator="type"),
+]
+"""Any control message."""
+
+_ADAPTER: TypeAdapter[Message] = TypeAdapter(Message)
+
+
+class _Envelope(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    v: int
+
+
+def encode(message: Message, limits: Limits | None = None) -> bytes:
+    """The bytes of a message.
+
+    Raises:
+        MessageTooLarge: The message is longer than the limit that the other side accepts.
+    """
+    data = message.model_dump_json().encode()
+    limit = (limits or Limits()).message_bytes
+    if len(data) > limit:
+        raise MessageTooLarge(
+            f"message {message.type!r}: {len(data)} bytes, the limit is {limit}",
+            local=len(data),
+            consequence="the peer would drop it unread",
+            remedy="send less metadata, or raise Limits.message_bytes on both sides",
+        )
+    return data
+
+
+def decode(data: bytes, limits: Limits | None = None) -> Message:
+    """The message in `data`.
+
+    Raises:
+        MessageTooLarge: `data` is over the limit; it is not parsed.
+        ProtocolVersionError: The message says another protocol version.
+        ProtocolError: Anything else that is not a message.
+    """
+    limit = (limits or Limits()).message_bytes
+    if len(data) > limit:
+        raise MessageTooLarge(
+            f"control message of {len(data)} bytes, the limit is {limit}",
+            local=limit,
+            remote=len(data),
+            consequence="it was not read",
+        )
+    try:
+        return _ADAPTER.validate_json(data)
+    except pydantic.ValidationError as error:
+        version = _version(data)
+        if version is not None and version != PROTOCOL_VERSION:
+            raise ProtocolVersionError(
+                "control message of another protocol version",
+                local=PROTOCOL_VERSION,
+                remote=version,
+                consequence="nothing was done",
+                remedy="install the same kv-transfer minor version on both sides",
+            ) from None
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "message"
+        raise ProtocolError(f"malformed control message: {where}: {first['msg']}") from None
+
+
+def _version(data: bytes) -> int | None:
+    try:
+        return _Envelope.model_validate_json(data).v
+    except pydantic.ValidationError:
+        return None

@@ -1,0 +1,367 @@
+"""The decode side: `Receiver`, one per decode rank, and its `ReceiverSession`, one per room.
+
+Thin and thread-safe: what happens is decided in `ReceiverCore` and `ReceiverRoom`; sockets belong to the thread of
+`Endpoint`.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+import kv_planner
+import numpy as np
+import numpy.typing as npt
+import zmq
+from typing_extensions import Self
+
+from kv_transfer.config import Limits, Timeouts
+from kv_transfer.engine import TransferEngine
+from kv_transfer.errors import PeerRefused, SessionStateError, TransferAborted, TransferError, TransferTimeout
+from kv_transfer.handshake import Rank, check_movable
+from kv_transfer.loop import Endpoint
+from kv_transfer.receiver_core import ReceiverCore
+from kv_transfer.receiver_room import ReceiverRoom, TransferResult
+from kv_transfer.regions import register_manifest
+from kv_transfer.states import ReceiverState
+
+__all__ = ["Receiver", "ReceiverSession"]
+
+
+class Receiver(Endpoint):
+    """Takes what the prefill ranks send to one decode rank.
+
+    Args:
+        manifest: What this rank owns; its memory is registered with the engine until `close`.
+        engine: Through which the ranks write; it stays the caller's and is not closed here.
+        bind: ZeroMQ address; loopback and a free port by default. A taken port is an error.
+        prefill_ranks: How many distinct prefill ranks there are.
+        timeouts: Time limits.
+        limits: Size limits.
+
+    Raises:
+        ValueError: The address cannot be bound, or there are no prefill ranks.
+        UnsupportedLayout: A component is not organised in pages.
+        EngineError: The engine refused the memory.
+    """
+
+    def __init__(
+        self,
+        manifest: kv_planner.RankManifest,
+        engine: TransferEngine,
+        *,
+        bind: str = "tcp://127.0.0.1:0",
+        prefill_ranks: int,
+        timeouts: Timeouts | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        """Registers the memory and listens."""
+        if prefill_ranks < 1:
+            raise ValueError(f"prefill_ranks: expected at least 1, got {prefill_ranks}")
+        check_movable(manifest)
+        super().__init__(f"kv-transfer-receiver-{Rank.of(manifest)}", timeouts or Timeouts(), limits or Limits())
+        self._manifest = manifest
+        self._engine = engine
+        self._core = ReceiverCore(manifest, engine.name, engine.session, prefill_ranks, self._timeouts, self._limits)
+        self._regions = register_manifest(engine, manifest)
+        context, control = self._open_socket(zmq.ROUTER)
+        control.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            control.bind(bind)
+        except zmq.ZMQError as error:
+            control.close()
+            context.term()
+            self._close_wakers()
+            for address in self._regions:
+                engine.unregister(address)
+            raise ValueError(
+                f"bind: {bind!r} cannot be bound: {error}; no peer could connect; use another port, or 0 for a free one"
+            ) from error
+        self._endpoint = control.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._unreachable: set[bytes] = set()
+        self._closed = False
+        self._start(context, control)
+
+    @property
+    def endpoint(self) -> str:
+        """Where senders connect to."""
+        return self._endpoint
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all prefill ranks are there now."""
+        with self.lock:
+            return self._core.is_ready
+
+    @property
+    def members(self) -> tuple[Rank, ...]:
+        """Prefill ranks that agreed and live."""
+        with self.lock:
+            return self._core.members
+
+    @property
+    def late_messages(self) -> int:
+        """Messages of rooms or generations that had ended, which were dropped."""
+        with self.lock:
+            return self._core.late_messages
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Waits until all prefill ranks are there and fit together.
+
+        Args:
+            timeout: Seconds; `Timeouts.handshake` by default.
+
+        Raises:
+            PeerRefused: A rank does not fit; with every difference. Call again to wait on for others.
+            TransferTimeout: A rank is missing; the text says who is there.
+        """
+        seconds = self._timeouts.handshake if timeout is None else timeout
+
+        def ready() -> bool | None:
+            if self._core.closed is not None:
+                raise self._core.closed
+            if self._core.refusals:
+                raise self._core.refusals.popleft()
+            return True if self._core.is_ready else None
+
+        with self.lock:
+            if self.wait_for(ready, seconds) is None:
+                raise TransferTimeout(
+                    f"{self._endpoint}: {self._core.missing()}",
+                    seconds=seconds,
+                    consequence="no room can be opened",
+                    remedy="start the missing ranks with this endpoint",
+                )
+
+    def take_refusals(self) -> tuple[PeerRefused, ...]:
+        """Refusals since the last call, oldest first, at most 64."""
+        with self.lock:
+            refusals = tuple(self._core.refusals)
+            self._core.refusals.clear()
+            return refusals
+
+    def open(
+        self, room: int, destination_pages: npt.ArrayLike, *, tokens: int | None = None, timeout: float | None = None
+    ) -> ReceiverSession:
+        """Offers pages for a request to all prefill ranks that have something to send.
+
+        Args:
+            room: Number of the request, 0 included; free again when the session's pages are released.
+            destination_pages: Page ids of this rank's pool, in the order of the request. Shape: [n]; dtype int32 or
+                int64.
+            tokens: Tokens of the prompt; when given they must need exactly these pages.
+            timeout: Seconds until the room is given up; `Timeouts.transfer` by default.
+
+        Raises:
+            kv_planner.PlanError: Reserved, negative or doubled pages.
+            ValueError: Pages outside the pool, or not as many as the tokens need.
+            PeerLost: A prefill rank is gone.
+            SessionStateError: Not ready, or the room is in use.
+        """
+        pages = np.asarray(destination_pages)
+        if pages.size == 0:
+            pages = pages.astype(np.int64)
+        kv_planner.Runs(pages, pages)
+        self._check_pages(pages, tokens)
+        if not 0 <= room < 2**63:
+            raise ValueError(f"room: expected 0 to 2**63 - 1, got {room}")
+        count = len(pages) * self._manifest.layout.page_size if tokens is None else tokens
+        seconds = self._timeouts.transfer if timeout is None else timeout
+        with self.lock:
+            opened = self._core.open_room(room, pages.tolist(), count, time.monotonic(), seconds)
+            self.wake()
+        return ReceiverSession(self, opened)
+
+    def close(self) -> None:
+        """Aborts open rooms, waits up to `Timeouts.drain` for writers to stop, says good-bye, unregisters the memory.
+
+        A session whose `pages_released` is still False afterwards has a writer that did not answer: the engine refuses
+        its writes from now on, but the pages must not go to another engine that registers the same memory.
+        """
+        with self.lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._core.fail_all(
+                TransferAborted("the receiver was closed", reason="the receiver was closed", by="local")
+            )
+        self._stop()
+        self._close_wakers()
+        for address in self._regions:
+            self._engine.unregister(address)
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes."""
+        self.close()
+
+    def _abort(self, room: ReceiverRoom, reason: str) -> None:
+        with self.lock:
+            error = TransferAborted(f"{room.name} was aborted here: {reason}", reason=reason, by="local")
+            self._core.fail_room(room, error)
+            self.wake()
+
+    def _check_pages(self, pages: npt.NDArray[np.integer], tokens: int | None) -> None:
+        page_size = self._manifest.layout.page_size
+        if tokens is not None:
+            needed = kv_planner.page_count(tokens, page_size)
+            if needed != len(pages):
+                raise ValueError(
+                    f"destination_pages: {tokens} tokens need {needed} pages of {page_size}, got {len(pages)}; "
+                    f"pages would be missing or left undefined; allocate page_count(tokens, page_size) pages"
+                )
+        items = min((entry.items for entry in self._manifest.entries), default=0)
+        top = int(pages.max()) if len(pages) else 0
+        if top >= items and len(pages):
+            raise ValueError(
+                f"destination_pages: page {top} is outside the pool of {items} pages; nothing was offered; "
+                f"use pages of this rank's allocator"
+            )
+
+    def _watches_connection(self) -> bool:
+        return False
+
+    def _progress_on_poll(self) -> bool:
+        return False
+
+    def _receive(self, parts: list[bytes], now: float) -> None:
+        if len(parts) >= 2:
+            self._core.receive(parts[0], parts[1] if len(parts) == 2 else b"", now)
+
+    def _disconnected(self, why: str) -> None:
+        raise SessionStateError(f"a bound socket has no single connection: {why}")
+
+    def _advance(self, now: float) -> bool:
+        # What a dead peer said last has been read by now: its words count before its death.
+        for identity in self._unreachable:
+            self._core.unreachable(identity, now)
+        self._unreachable.clear()
+        self._core.tick(now)
+        return False
+
+    def _flush(self, control: zmq.Socket[bytes], now: float) -> None:
+        blocked: set[bytes] = set()
+        for _ in range(len(self._core.outbox)):
+            identity, data = self._core.outbox.popleft()
+            if identity in blocked:
+                self._core.outbox.append((identity, data))
+                continue
+            try:
+                control.send_multipart((identity, data), zmq.NOBLOCK)
+            except zmq.Again:
+                blocked.add(identity)
+                self._core.outbox.append((identity, data))
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                self._unreachable.add(identity)
+
+    def _is_drained(self, late: bool) -> bool:
+        return late or not self._core.rooms
+
+    def _last_words(self) -> None:
+        self._core.say_bye()
+
+    def _outlive_sockets(self) -> None:
+        return
+
+    def _crashed(self, error: TransferError) -> None:
+        self._core.fail_all(error)
+
+
+class ReceiverSession:
+    """One room at one decode rank. Made by `Receiver.open`; all methods may be called from any thread."""
+
+    def __init__(self, receiver: Receiver, room: ReceiverRoom) -> None:
+        """For `Receiver.open`."""
+        self._receiver = receiver
+        self._room = room
+
+    @property
+    def room(self) -> int:
+        """Its number."""
+        return self._room.offer.room
+
+    @property
+    def generation(self) -> int:
+        """Which use of the number this is."""
+        return self._room.offer.generation
+
+    @property
+    def state(self) -> ReceiverState:
+        """The current state."""
+        with self._receiver.lock:
+            return self._room.state
+
+    @property
+    def error(self) -> TransferError | None:
+        """Why the room was given up, if it was."""
+        with self._receiver.lock:
+            return self._room.error
+
+    @property
+    def pages_released(self) -> bool:
+        """Whether no rank may write into the pages any more, so that they may be used, or reused after a failure."""
+        with self._receiver.lock:
+            return self._room.pages_released
+
+    @property
+    def writing(self) -> tuple[Rank, ...]:
+        """Ranks that may still write."""
+        with self._receiver.lock:
+            return self._room.writing
+
+    def poll(self) -> TransferResult | None:
+        """The result, or None as long as the room is open.
+
+        Raises:
+            TransferError: The room was given up; as soon as that is known, even when a rank may still write.
+        """
+        with self._receiver.lock:
+            if self._room.error is not None:
+                raise self._room.error
+            return self._room.result
+
+    def wait(self, timeout: float | None = None) -> TransferResult:
+        """Waits for the result.
+
+        Args:
+            timeout: Seconds; None waits until the room ends, which its own time-out bounds.
+
+        Raises:
+            TransferTimeout: Not within `timeout`, and the room goes on; or its own time-out, and it is given up
+                (`error` is set).
+            TransferError: The room was given up.
+        """
+        with self._receiver.lock:
+            result = self._receiver.wait_for(self.poll, timeout)
+            if result is None:
+                raise TransferTimeout(
+                    f"{self._room.name}: prefill ranks {', '.join(map(str, self._room.writing))} are not done",
+                    seconds=timeout or 0.0,
+                    consequence="the room goes on",
+                    remedy="wait again, or abort()",
+                )
+            return result
+
+    def wait_released(self, timeout: float | None = None) -> bool:
+        """Waits until no rank may write into the pages any more.
+
+        Returns:
+            Whether that is so; False when the time ran out.
+        """
+        with self._receiver.lock:
+            released = self._receiver.wait_for(lambda: True if self._room.pages_released else None, timeout)
+            return released is True
+
+    def abort(self, reason: str) -> None:
+        """Gives the room up and tells every rank to stop; does nothing after the end.
+
+        The pages stay held until all ranks have stopped.
+        """
+        self._receiver._abort(self._room, reason)

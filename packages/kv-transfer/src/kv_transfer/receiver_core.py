@@ -1,0 +1,412 @@
+"""A receiver's side of all conversations, without threads and sockets: peers, readiness, rooms, heartbeats.
+
+Bytes go in through `receive`, bytes come out in `outbox`, time is an argument. `Receiver` drives it. A rank counts
+once: readiness is the set of distinct ranks whose connections live, never a number of messages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+
+import kv_planner
+
+from kv_transfer.config import Limits, Timeouts
+from kv_transfer.errors import (
+    MessageTooLarge,
+    PeerLost,
+    PeerRefused,
+    ProtocolError,
+    ProtocolVersionError,
+    SessionStateError,
+    TransferError,
+    TransferTimeout,
+)
+from kv_transfer.handshake import (
+    Rank,
+    RouteSummary,
+    agree_pair,
+    agree_whole,
+    check_engine,
+    parse_manifest,
+    refusal_error,
+    refusal_message,
+)
+from kv_transfer.messages import (
+    Aborted,
+    Agreed,
+    Bye,
+    Done,
+    Heartbeat,
+    Hello,
+    Message,
+    Offer,
+    Ready,
+    Refusal,
+    RefusalCode,
+    Welcome,
+    decode,
+    encode,
+)
+from kv_transfer.receiver_room import ReceiverRoom, Writer
+from kv_transfer.silence import Silence
+from kv_transfer.states import PEER_STEPS, PeerPhase, StateMachine
+
+__all__ = ["ReceiverCore"]
+
+_PROBE_SECONDS = 0.2
+
+
+@dataclasses.dataclass(slots=True)
+class _Peer:
+    """One connection that said a right hello."""
+
+    rank: Rank
+    manifest: kv_planner.RankManifest
+    machine: StateMachine[PeerPhase]
+    silence: Silence
+    summary: RouteSummary | None = None
+    dead_at: float | None = None
+
+    @property
+    def phase(self) -> PeerPhase:
+        return self.machine.state
+
+
+class ReceiverCore:
+    """State of one receiver.
+
+    Args:
+        manifest: What this rank owns.
+        engine: Name of the engine.
+        session: Session of the engine.
+        prefill_ranks: How many distinct prefill ranks there are.
+        timeouts: Heartbeat, loss and transfer limits.
+        limits: Sizes.
+    """
+
+    def __init__(
+        self,
+        manifest: kv_planner.RankManifest,
+        engine: str,
+        session: str,
+        prefill_ranks: int,
+        timeouts: Timeouts,
+        limits: Limits,
+    ) -> None:
+        """Nobody is there yet."""
+        self.rank = Rank.of(manifest)
+        self.outbox: deque[tuple[bytes, bytes]] = deque()
+        self.rooms: dict[int, ReceiverRoom] = {}
+        self.refusals: deque[PeerRefused] = deque(maxlen=64)
+        self.closed: TransferError | None = None
+        self.late_messages = 0
+        self._manifest = manifest
+        self._engine = engine
+        self._session = session
+        self._prefill_ranks = prefill_ranks
+        self._timeouts = timeouts
+        self._limits = limits
+        self._peers: dict[bytes, _Peer] = {}
+        self._ready = False
+        self._lost: dict[Rank, PeerLost] = {}
+        self._second_hellos: list[tuple[float, bytes, Hello]] = []
+        self._generation = 0
+        self._incarnation = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all prefill ranks are there and fit together."""
+        return self._ready
+
+    @property
+    def members(self) -> tuple[Rank, ...]:
+        """Ranks that agreed and live."""
+        return tuple(sorted(peer.rank for peer in self._peers.values() if peer.phase is PeerPhase.MEMBER))
+
+    @property
+    def routes(self) -> dict[Rank, RouteSummary]:
+        """What each member delivers for one page; empty before readiness."""
+        return {
+            peer.rank: peer.summary
+            for peer in self._peers.values()
+            if peer.phase is PeerPhase.MEMBER and peer.summary is not None
+        }
+
+    def receive(self, identity: bytes, data: bytes, now: float) -> None:
+        """Takes one message of a connection; whatever it holds, only this connection can suffer."""
+        peer = self._peers.get(identity)
+        if peer is not None:
+            peer.silence.heard(now)
+        try:
+            message = decode(data, self._limits)
+            if isinstance(message, Hello):
+                self._hello(identity, message, now)
+            elif peer is None:
+                if not isinstance(message, Refusal | Bye):
+                    raise PeerRefused(
+                        f"{message.type!r} before a hello; say hello (connect again) first",
+                        code=RefusalCode.UNEXPECTED.value,
+                    )
+            else:
+                self._handle(identity, peer, message, now)
+        except (PeerRefused, ProtocolError) as error:
+            self._refuse(identity, _as_refusal(error))
+        self._collect()
+
+    def unreachable(self, identity: bytes, now: float) -> None:
+        """The connection is closed: its process can write no more, bytes on their way excepted."""
+        self._second_hellos = [entry for entry in self._second_hellos if entry[1] != identity]
+        peer = self._peers.get(identity)
+        if peer is None or peer.phase is PeerPhase.GONE:
+            return
+        self._lose(identity, peer, "its connection is closed", PeerPhase.GONE)
+        peer.dead_at = now + self._timeouts.dead_writer_grace
+        self._collect()
+
+    def tick(self, now: float) -> None:
+        """Beats, notices silence, ends rooms that took too long, and lets go of dead writers."""
+        for identity, peer in list(self._peers.items()):
+            silent = peer.silence.silent_for(now)
+            if peer.phase in (PeerPhase.WELCOMED, PeerPhase.MEMBER) and silent > self._timeouts.peer_lost_after:
+                self._post(identity, Bye(reason=f"you were silent for {silent:.1f} s and are taken for lost"))
+                self._lose(identity, peer, f"silent for {silent:.1f} s", PeerPhase.LOST)
+            if peer.phase is PeerPhase.GONE:
+                if peer.dead_at is not None and now >= peer.dead_at:
+                    self._bury(identity)
+            elif peer.phase is PeerPhase.LOST and not self._writes(identity):
+                del self._peers[identity]
+            elif peer.silence.beat_due(now):
+                self._post(identity, Heartbeat())
+        self._retry_hellos(now)
+        for room in self.rooms.values():
+            if now >= room.deadline:
+                room.fail(
+                    TransferTimeout(
+                        f"{room.name}: prefill ranks {', '.join(map(str, room.writing))} were not done",
+                        seconds=room.timeout,
+                        consequence="the room is given up",
+                        remedy="raise Timeouts.transfer, or see why prefill did not send",
+                    )
+                )
+        self._collect()
+
+    def open_room(self, room: int, pages: Sequence[int], tokens: int, now: float, timeout: float) -> ReceiverRoom:
+        """Offers pages to every rank that has something to send.
+
+        Raises:
+            PeerLost: A prefill rank is gone.
+            SessionStateError: Not ready, or the room is still held by an earlier use.
+            MessageTooLarge: The offer does not fit into a message.
+        """
+        if self.closed is not None:
+            raise self.closed
+        if not self._ready:
+            self._raise_not_ready()
+        known = self.rooms.get(room)
+        if known is not None:
+            raise SessionStateError(
+                f"{known.name} is still {known.state.value}",
+                local=known.state.value,
+                remedy="wait until its pages are released, or use another room",
+            )
+        offer = Offer(room=room, generation=self._generation + 1, pages=tuple(pages), tokens=tokens)
+        encode(offer, self._limits)
+        self._generation += 1
+        writers = {
+            peer.rank: Writer(identity, peer.summary)
+            for identity, peer in self._peers.items()
+            if peer.phase is PeerPhase.MEMBER and peer.summary is not None and peer.summary.layers
+        }
+        opened = ReceiverRoom(offer, writers, now, timeout)
+        self.rooms[room] = opened
+        self._collect()
+        return opened
+
+    def missing(self) -> str:
+        """Who is there, in words."""
+        there = ", ".join(map(str, self.members)) or "nobody"
+        return f"{len(self.members)} of {self._prefill_ranks} prefill ranks are there ({there})"
+
+    def fail_room(self, room: ReceiverRoom, error: TransferError) -> None:
+        """Gives a room up and tells its ranks."""
+        room.fail(error)
+        self._collect()
+
+    def fail_all(self, error: TransferError) -> None:
+        """Gives every room up; `open_room` raises `error` from now on."""
+        if self.closed is None:
+            self.closed = error
+        self._ready = False
+        for room in self.rooms.values():
+            room.fail(error)
+        self._collect()
+
+    def say_bye(self) -> None:
+        """The last word to everybody."""
+        for identity, peer in self._peers.items():
+            if peer.phase is not PeerPhase.GONE:
+                self._post(identity, Bye(reason="the receiver was closed"))
+
+    def _hello(self, identity: bytes, message: Hello, now: float, *, probed: bool = False) -> None:
+        if identity in self._peers:
+            raise ProtocolError("a second hello on one connection")
+        check_engine(self._engine, message.engine)
+        manifest = parse_manifest(message.manifest)
+        rank = Rank.of(manifest)
+        place = manifest.placement
+        world = place.pp_size * place.tp_size * place.dcp_size
+        if world != self._prefill_ranks:
+            raise PeerRefused(
+                f"prefill_ranks: this receiver waits for {self._prefill_ranks} ranks, rank {rank} says its side has "
+                f"{world} (pp {place.pp_size} x tp {place.tp_size} x dcp {place.dcp_size})",
+                code=RefusalCode.DEPLOYMENT.value,
+                remedy="give Receiver the number of ranks of the prefill side",
+            )
+        for other_identity, other in self._peers.items():
+            if other.rank == rank and other.phase in (PeerPhase.WELCOMED, PeerPhase.MEMBER):
+                if not probed:
+                    self._post(other_identity, Heartbeat())
+                    self._second_hellos.append((now + _PROBE_SECONDS, identity, message))
+                    return
+                raise PeerRefused(
+                    f"rank {rank} is connected already and lives; the second one does not count",
+                    code=RefusalCode.RANK_TAKEN.value,
+                    remedy="give each prefill process its own rank, or end the first one",
+                )
+        agree_pair(self._manifest, manifest)
+        machine = StateMachine(f"peer {rank}", PEER_STEPS, PeerPhase.WELCOMED)
+        self._peers[identity] = _Peer(rank, manifest, machine, Silence(self._timeouts, now))
+        self._incarnation += 1
+        self._post(
+            identity,
+            Welcome(
+                engine=self._engine,
+                session=self._session,
+                manifest=self._manifest.to_json(),
+                incarnation=self._incarnation,
+            ),
+        )
+
+    def _retry_hellos(self, now: float) -> None:
+        """A rank that was there already has been probed meanwhile: its place is free now, or really taken."""
+        due = [entry for entry in self._second_hellos if now >= entry[0]]
+        self._second_hellos = [entry for entry in self._second_hellos if now < entry[0]]
+        for _, identity, message in due:
+            try:
+                self._hello(identity, message, now, probed=True)
+            except (PeerRefused, ProtocolError) as error:
+                self._refuse(identity, _as_refusal(error))
+
+    def _handle(self, identity: bytes, peer: _Peer, message: Message, now: float) -> None:
+        if isinstance(message, Agreed):
+            if peer.phase is PeerPhase.WELCOMED:
+                peer.machine.to(PeerPhase.MEMBER)
+                self._lost.pop(peer.rank, None)
+                self._make_ready()
+        elif isinstance(message, Done | Aborted):
+            room = self.rooms.get(message.room)
+            rank = room.rank_of(identity) if room is not None else None
+            if room is None or rank is None or room.offer.generation != message.generation:
+                self.late_messages += 1
+            elif isinstance(message, Done):
+                room.done(rank, message)
+            else:
+                room.aborted(rank, message.reason)
+        elif isinstance(message, Refusal):
+            self.refusals.append(refusal_error(message, f"prefill rank {peer.rank}"))
+            self._lose(identity, peer, f"it refused: {message.reason}", PeerPhase.LOST)
+        elif isinstance(message, Bye):
+            self._lose(identity, peer, f"it ended the conversation: {message.reason}", PeerPhase.LOST)
+        elif not isinstance(message, Heartbeat):
+            raise ProtocolError(f"message {message.type!r} is none that a sender sends")
+
+    def _make_ready(self) -> None:
+        members = sorted(
+            ((peer.rank, identity) for identity, peer in self._peers.items() if peer.phase is PeerPhase.MEMBER)
+        )
+        if len(members) != self._prefill_ranks or self.closed is not None:
+            return
+        manifests = [self._peers[identity].manifest for _, identity in members]
+        try:
+            agreement = agree_whole(self._manifest, manifests)
+        except PeerRefused as error:
+            for _, identity in members:
+                self._refuse(identity, error)
+            return
+        order = {Rank.of(manifest): index for index, manifest in enumerate(agreement.local)}
+        for rank, identity in members:
+            summary = RouteSummary.of(agreement.route(order[rank], 0))
+            self._peers[identity].summary = summary
+            self._post(identity, Ready(ranks=len(members), sends=bool(summary.layers)))
+        self._ready = True
+
+    def _refuse(self, identity: bytes, error: PeerRefused) -> None:
+        if error.code != RefusalCode.UNEXPECTED.value:
+            self.refusals.append(error)
+        try:
+            self._post(identity, refusal_message(error))
+        except MessageTooLarge:
+            self._post(identity, Refusal(code=RefusalCode(error.code), reason="too many differences to list"))
+        peer = self._peers.get(identity)
+        if peer is not None:
+            self._lose(identity, peer, f"it was refused: {error}", PeerPhase.LOST)
+
+    def _lose(self, identity: bytes, peer: _Peer, why: str, phase: PeerPhase) -> None:
+        if phase not in PEER_STEPS[peer.phase]:
+            return
+        was_member = peer.phase is PeerPhase.MEMBER
+        peer.machine.to(phase)
+        if was_member:
+            self._ready = False
+            self._lost[peer.rank] = PeerLost(
+                f"prefill rank {peer.rank} is lost: {why}",
+                consequence="its rooms have ended; no room can be opened without it",
+                remedy="start it again; it replaces the lost one",
+            )
+            for room in self.rooms.values():
+                rank = room.rank_of(identity)
+                if rank is not None and rank in room.writing:
+                    room.fail(
+                        PeerLost(
+                            f"{room.name}: prefill rank {peer.rank} is lost: {why}",
+                            consequence="the room is given up",
+                            remedy="start the rank again and send the request anew",
+                        )
+                    )
+
+    def _bury(self, identity: bytes) -> None:
+        for room in self.rooms.values():
+            rank = room.rank_of(identity)
+            if rank is not None:
+                room.dead(rank)
+        del self._peers[identity]
+
+    def _writes(self, identity: bytes) -> bool:
+        return any(room.rank_of(identity) in room.writing for room in self.rooms.values())
+
+    def _raise_not_ready(self) -> None:
+        for error in self._lost.values():
+            raise error
+        raise SessionStateError(f"not ready: {self.missing()}", remedy="call wait_ready() first")
+
+    def _collect(self) -> None:
+        for number, room in list(self.rooms.items()):
+            while room.outgoing:
+                identity, message = room.outgoing.popleft()
+                self._post(identity, message)
+            if room.is_terminal:
+                del self.rooms[number]
+
+    def _post(self, identity: bytes, message: Message) -> None:
+        peer = self._peers.get(identity)
+        if peer is None or peer.phase is not PeerPhase.GONE:
+            self.outbox.append((identity, encode(message, self._limits)))
+
+
+def _as_refusal(error: PeerRefused | ProtocolError) -> PeerRefused:
+    if isinstance(error, PeerRefused):
+        return error
+    code = RefusalCode.VERSION if isinstance(error, ProtocolVersionError) else RefusalCode.MALFORMED
+    return PeerRefused(str(error), code=code.value)

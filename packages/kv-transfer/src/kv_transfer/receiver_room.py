@@ -1,0 +1,200 @@
+"""One room at the receiver: which ranks still write, when it is complete, and when its pages are free.
+
+No thread, no socket, no clock of its own; messages to ranks collect in `outgoing`. A page has two holders, the room and
+each rank that may write; `pages_released` says that the writers let go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections import deque
+from collections.abc import Mapping
+
+from pydantic import JsonValue
+
+from kv_transfer.errors import ProtocolError, TransferAborted, TransferError
+from kv_transfer.handshake import Rank, RouteSummary
+from kv_transfer.messages import Abort, Accepted, Done, Offer
+from kv_transfer.states import RECEIVER_STEPS, ReceiverState, StateMachine
+
+__all__ = ["ReceiverRoom", "TransferResult", "Writer"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TransferResult:
+    """A completed room.
+
+    Attributes:
+        room: Its number.
+        generation: Which use of the number this was.
+        tokens: As given to `open`.
+        pages: Pages of the request.
+        nbytes: Bytes over all ranks.
+        blocks: Blocks over all ranks.
+        metadata: What each rank passed to `finish`.
+    """
+
+    room: int
+    generation: int
+    tokens: int
+    pages: int
+    nbytes: int
+    blocks: int
+    metadata: Mapping[Rank, Mapping[str, JsonValue]]
+
+
+class _Hold(enum.Enum):
+    WRITING = "writing"
+    DONE = "done"
+    STOPPED = "stopped"
+    DEAD = "dead"
+
+
+@dataclasses.dataclass(slots=True)
+class Writer:
+    """A rank that has something to send.
+
+    Attributes:
+        peer: The connection it spoke on when the room was opened.
+        summary: What it has to deliver for each page.
+    """
+
+    peer: bytes
+    summary: RouteSummary
+    hold: _Hold = _Hold.WRITING
+    done: Done | None = None
+    told: bool = False
+
+
+class ReceiverRoom:
+    """The state machine of one room.
+
+    Args:
+        offer: As sent to the ranks.
+        writers: Ranks with a route that is not empty.
+        started: Time at which it was opened, monotonic seconds.
+        timeout: Seconds until it is given up.
+    """
+
+    def __init__(self, offer: Offer, writers: Mapping[Rank, Writer], started: float, timeout: float) -> None:
+        """Opens the room and offers its pages to every writer."""
+        self.offer = offer
+        self.writers = dict(writers)
+        self.timeout = timeout
+        self.deadline = started + timeout
+        self.error: TransferError | None = None
+        self.result: TransferResult | None = None
+        self.outgoing: deque[tuple[bytes, Offer | Accepted | Abort]] = deque()
+        self._machine = StateMachine(self.name, RECEIVER_STEPS, ReceiverState.OPEN)
+        for writer in self.writers.values():
+            self.outgoing.append((writer.peer, offer))
+        self._complete_if_done()
+
+    @property
+    def name(self) -> str:
+        """Room and generation, for texts."""
+        return f"room {self.offer.room} (generation {self.offer.generation})"
+
+    @property
+    def state(self) -> ReceiverState:
+        """The current state."""
+        return self._machine.state
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether nothing can change any more."""
+        return self._machine.is_terminal
+
+    @property
+    def pages_released(self) -> bool:
+        """Whether no writer may write into the room's pages any more."""
+        return self.is_terminal
+
+    @property
+    def writing(self) -> tuple[Rank, ...]:
+        """Ranks that may still write."""
+        return tuple(rank for rank, writer in self.writers.items() if writer.hold is _Hold.WRITING)
+
+    def rank_of(self, peer: bytes) -> Rank | None:
+        """The rank that speaks on connection `peer`, if it writes to this room."""
+        return next((rank for rank, writer in self.writers.items() if writer.peer == peer), None)
+
+    def done(self, rank: Rank, message: Done) -> None:
+        """A rank says that it wrote everything."""
+        writer = self.writers[rank]
+        if writer.hold is not _Hold.WRITING:
+            return
+        writer.hold = _Hold.DONE
+        if self.state is ReceiverState.OPEN:
+            fault = self._fault(writer, message)
+            if fault is not None:
+                self.fail(ProtocolError(f"{self.name}: rank {rank}: {fault}", consequence="the room is given up"))
+            else:
+                writer.done = message
+                writer.told = True
+                self.outgoing.append((writer.peer, Accepted(room=message.room, generation=message.generation)))
+                self._complete_if_done()
+        self._release_if_quiet()
+
+    def aborted(self, rank: Rank, reason: str) -> None:
+        """A rank says that it stopped writing, asked or not."""
+        writer = self.writers[rank]
+        if writer.hold is not _Hold.WRITING:
+            return
+        writer.hold = _Hold.STOPPED
+        self.fail(
+            TransferAborted(f"{self.name} was aborted by prefill rank {rank}: {reason}", reason=reason, by=str(rank))
+        )
+        self._release_if_quiet()
+
+    def dead(self, rank: Rank) -> None:
+        """The process of a rank is gone and its last bytes have landed."""
+        writer = self.writers[rank]
+        if writer.hold is _Hold.WRITING:
+            writer.hold = _Hold.DEAD
+            self._release_if_quiet()
+
+    def fail(self, error: TransferError) -> None:
+        """Gives the room up; does nothing unless it is open. Each rank that was told nothing yet is told once."""
+        if self.state is not ReceiverState.OPEN:
+            return
+        self.error = error
+        self._machine.to(ReceiverState.ABORTING)
+        reason = str(error)[:4096]
+        for writer in self.writers.values():
+            if not writer.told:
+                writer.told = True
+                message = Abort(room=self.offer.room, generation=self.offer.generation, reason=reason)
+                self.outgoing.append((writer.peer, message))
+        self._release_if_quiet()
+
+    def _fault(self, writer: Writer, message: Done) -> str | None:
+        pages = len(self.offer.pages)
+        expected = writer.summary.bytes_per_page * pages
+        if message.pages != pages:
+            return f"it sent {message.pages} pages, {pages} were offered"
+        if set(message.layers) != set(writer.summary.layers) or len(message.layers) != len(writer.summary.layers):
+            return f"it sent layers {message.layers}, its route holds {writer.summary.layers}"
+        if message.nbytes != expected:
+            return f"it sent {message.nbytes} bytes, its route holds {expected} for {pages} pages"
+        return None
+
+    def _complete_if_done(self) -> None:
+        if any(writer.done is None for writer in self.writers.values()):
+            return
+        done = {rank: writer.done for rank, writer in self.writers.items() if writer.done is not None}
+        self.result = TransferResult(
+            room=self.offer.room,
+            generation=self.offer.generation,
+            tokens=self.offer.tokens,
+            pages=len(self.offer.pages),
+            nbytes=sum(message.nbytes for message in done.values()),
+            blocks=sum(message.blocks for message in done.values()),
+            metadata={rank: message.metadata for rank, message in sorted(done.items())},
+        )
+        self._machine.to(ReceiverState.COMPLETE)
+
+    def _release_if_quiet(self) -> None:
+        if self.state is ReceiverState.ABORTING and not self.writing:
+            self._machine.to(ReceiverState.ABORTED)

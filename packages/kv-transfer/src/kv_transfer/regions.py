@@ -1,0 +1,175 @@
+"""Registered memory: which address ranges are open, and whether blocks lie inside them.
+
+Pure bookkeeping over integers with its own lock; it never touches the memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+import kv_planner
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer.engine import TransferEngine
+from kv_transfer.errors import EngineError, RegionError
+
+__all__ = ["RegionTable", "merge_regions", "register_manifest"]
+
+_TOP = 1 << 64
+
+
+class RegionTable:
+    """Disjoint ranges, each with a count of its registrations.
+
+    Invariants: 1. ranges do not overlap; 2. none is empty; 3. none passes 2**64.
+    """
+
+    def __init__(self) -> None:
+        """An empty table."""
+        self.lock = threading.RLock()
+        self._regions: dict[int, tuple[int, int]] = {}
+        self._starts = np.empty(0, np.uint64)
+        self._ends = np.empty(0, np.uint64)
+
+    def __len__(self) -> int:
+        """How many ranges are open."""
+        return len(self._regions)
+
+    def add(self, address: int, nbytes: int) -> bool:
+        """Opens a range.
+
+        Returns:
+            Whether it is new; False when the same range was open already.
+
+        Raises:
+            RegionError: Empty, out of the 64-bit range, or it overlaps another range without being equal to it.
+        """
+        if nbytes <= 0 or address <= 0 or address + nbytes > _TOP - 1:
+            raise RegionError(
+                f"region of {nbytes} bytes at {address:#x} is empty or outside the address space",
+                local=(address, nbytes),
+                consequence="nothing was registered",
+            )
+        with self.lock:
+            known = self._regions.get(address)
+            if known is not None and known[0] == nbytes:
+                self._regions[address] = (nbytes, known[1] + 1)
+                return False
+            for start, (size, _) in self._regions.items():
+                if start < address + nbytes and address < start + size:
+                    raise RegionError(
+                        f"region [{address:#x}, +{nbytes}) overlaps the registered [{start:#x}, +{size})",
+                        local=(address, nbytes),
+                        consequence="nothing was registered",
+                        remedy="register the union once, or unregister the other one first",
+                    )
+            self._regions[address] = (nbytes, 1)
+            self._rebuild()
+            return True
+
+    def remove(self, address: int) -> bool:
+        """Takes one registration back.
+
+        Returns:
+            Whether the range is closed now; False when others still hold it.
+
+        Raises:
+            RegionError: No range starts at `address`.
+        """
+        with self.lock:
+            known = self._regions.get(address)
+            if known is None:
+                raise RegionError(
+                    f"no registered region starts at {address:#x}",
+                    local=address,
+                    consequence="nothing was unregistered",
+                )
+            if known[1] > 1:
+                self._regions[address] = (known[0], known[1] - 1)
+                return False
+            del self._regions[address]
+            self._rebuild()
+            return True
+
+    def clear(self) -> tuple[int, ...]:
+        """Closes all ranges and returns their addresses."""
+        with self.lock:
+            addresses = tuple(self._regions)
+            self._regions.clear()
+            self._rebuild()
+            return addresses
+
+    def first_outside(self, addresses: npt.NDArray[np.uint64], nbytes: npt.NDArray[np.uint64]) -> int | None:
+        """Index of the first block that does not lie wholly inside one range, or None.
+
+        Args:
+            addresses: Shape: [blocks]; dtype uint64.
+            nbytes: Shape: [blocks]; dtype uint64.
+        """
+        if len(addresses) == 0:
+            return None
+        with self.lock:
+            if not self._regions:
+                return 0
+            index = np.searchsorted(self._starts, addresses, side="right") - 1
+            ends = self._ends[np.maximum(index, 0)]
+            inside = (index >= 0) & (addresses < ends)
+            room = np.where(inside, ends - addresses, np.uint64(0))
+            inside &= nbytes <= room
+        outside = np.flatnonzero(~inside)
+        return int(outside[0]) if len(outside) else None
+
+    def check(self, addresses: npt.NDArray[np.uint64], nbytes: npt.NDArray[np.uint64], side: str) -> None:
+        """Raises `RegionError` unless every block lies inside one range; `side` is named in the text."""
+        bad = self.first_outside(addresses, nbytes)
+        if bad is not None:
+            raise RegionError(
+                f"{side} block {bad} of {len(addresses)}, [{int(addresses[bad]):#x}, +{int(nbytes[bad])}), "
+                f"is not inside registered memory",
+                local=(int(addresses[bad]), int(nbytes[bad])),
+                consequence="nothing of this batch was written",
+                remedy="register the buffer before the transfer",
+            )
+
+    def _rebuild(self) -> None:
+        starts = sorted(self._regions)
+        self._starts = np.array(starts, np.uint64)
+        self._ends = np.array([start + self._regions[start][0] for start in starts], np.uint64)
+
+
+def merge_regions(regions: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Joins (address, nbytes) ranges that touch or overlap; sorted by address."""
+    merged: list[tuple[int, int]] = []
+    for address, nbytes in sorted(regions):
+        if merged and address <= merged[-1][0] + merged[-1][1]:
+            start, size = merged[-1]
+            merged[-1] = (start, max(size, address + nbytes - start))
+        else:
+            merged.append((address, nbytes))
+    return tuple(merged)
+
+
+def register_manifest(engine: TransferEngine, manifest: kv_planner.RankManifest) -> tuple[int, ...]:
+    """Registers the memory of all entries of a rank, neighbours joined.
+
+    All or nothing: when one range is refused, those before it are taken back.
+
+    Returns:
+        The addresses, for `unregister`.
+
+    Raises:
+        EngineError: The engine refused a range.
+    """
+    regions = merge_regions({(entry.address, entry.nbytes) for entry in manifest.entries})
+    done: list[int] = []
+    try:
+        for address, nbytes in regions:
+            engine.register(address, nbytes)
+            done.append(address)
+    except EngineError:
+        for address in done:
+            engine.unregister(address)
+        raise
+    return tuple(done)

@@ -1,0 +1,72 @@
+"""Engines by name: each is an import string, imported when it is first created.
+
+Knows the names only; what an engine's options are is documented at its class.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+
+from kv_transfer.engine import TransferEngine
+from kv_transfer.errors import EngineError
+
+__all__ = ["create_engine", "engine_names", "register_engine"]
+
+_FACTORIES: dict[str, str] = {
+    "loopback": "kv_transfer.engines.loopback:LoopbackEngine",
+    "mooncake": "kv_transfer.engines.mooncake:MooncakeEngine",
+}
+_LOCK = threading.Lock()
+
+
+def engine_names() -> tuple[str, ...]:
+    """The names that `create_engine` knows, in alphabetical order; whether they can run here is another question."""
+    with _LOCK:
+        return tuple(sorted(_FACTORIES))
+
+
+def register_engine(name: str, factory: str) -> None:
+    """Adds an engine.
+
+    Args:
+        name: The name for `create_engine`; both sides of a transfer must use the same one.
+        factory: Import string "module:callable" of something that returns a `TransferEngine`.
+
+    Raises:
+        ValueError: The name is taken by another factory, or the import string has no colon.
+    """
+    module, colon, attribute = factory.partition(":")
+    if not (module and colon and attribute):
+        raise ValueError(f"factory: expected 'module:callable', got {factory!r}")
+    with _LOCK:
+        known = _FACTORIES.setdefault(name, factory)
+    if known != factory:
+        raise ValueError(f"engine name {name!r} is taken by {known!r}, cannot become {factory!r}; choose another name")
+
+
+def create_engine(name: str, **options: object) -> TransferEngine:
+    """Creates an engine.
+
+    Args:
+        name: "loopback", "mooncake", or a name given to `register_engine`.
+        **options: Passed to the engine's class.
+
+    Raises:
+        EngineError: No engine has this name.
+        EngineUnavailable: Its library cannot be loaded here; the text says what to install.
+        TypeError: The factory returned something that is no `TransferEngine`.
+    """
+    with _LOCK:
+        factory = _FACTORIES.get(name)
+    if factory is None:
+        raise EngineError(
+            f"no transfer engine is named {name!r}",
+            local=name,
+            remedy=f"use one of {', '.join(engine_names())}, or register_engine() yours",
+        )
+    module, _, attribute = factory.partition(":")
+    engine = getattr(importlib.import_module(module), attribute)(**options)
+    if not isinstance(engine, TransferEngine):
+        raise TypeError(f"{factory}: returned {type(engine).__name__}, which does not satisfy TransferEngine")
+    return engine

@@ -1,0 +1,375 @@
+"""The prefill side: `Sender`, one per prefill rank and receiver, and its `SenderSession`, one per room.
+
+Thin and thread-safe: what happens is decided in `SenderCore` and `SenderRoom`; sockets belong to the thread of
+`Endpoint`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+
+import kv_planner
+import numpy.typing as npt
+import zmq
+from pydantic import JsonValue
+from typing_extensions import Self
+
+from kv_transfer.config import Limits, Timeouts
+from kv_transfer.engine import TransferEngine
+from kv_transfer.errors import SessionStateError, TransferAborted, TransferError, TransferTimeout
+from kv_transfer.handshake import Rank, check_movable
+from kv_transfer.loop import Endpoint
+from kv_transfer.regions import register_manifest
+from kv_transfer.sender_core import SenderCore
+from kv_transfer.sender_room import SenderRoom
+from kv_transfer.states import SenderPhase, SenderState
+
+__all__ = ["Sender", "SenderSession"]
+
+
+class Sender(Endpoint):
+    """Sends what one prefill rank owns to one receiver.
+
+    Args:
+        manifest: What this rank owns; its memory is registered with the engine until `close`.
+        engine: Moves the bytes; it stays the caller's and is not closed here.
+        endpoint: The receiver's `endpoint`.
+        timeouts: Time limits.
+        limits: Size limits.
+
+    Raises:
+        UnsupportedLayout: A component is not organised in pages.
+        EngineError: The engine refused the memory.
+    """
+
+    def __init__(
+        self,
+        manifest: kv_planner.RankManifest,
+        engine: TransferEngine,
+        *,
+        endpoint: str,
+        timeouts: Timeouts | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        """Registers the memory; `connect` starts the conversation."""
+        check_movable(manifest)
+        super().__init__(f"kv-transfer-sender-{Rank.of(manifest)}", timeouts or Timeouts(), limits or Limits())
+        self._manifest = manifest
+        self._engine = engine
+        self._endpoint = endpoint
+        self._core: SenderCore | None = None
+        self._closed = False
+        self._regions = register_manifest(engine, manifest)
+
+    @property
+    def rank(self) -> Rank:
+        """Who this is on the prefill side."""
+        return Rank.of(self._manifest)
+
+    @property
+    def sends_nothing(self) -> bool:
+        """Whether the receiver needs nothing of this rank; its sessions take no offer then. Known once ready."""
+        with self.lock:
+            return self._core is not None and self._core.sends_nothing
+
+    @property
+    def route(self) -> kv_planner.Route:
+        """What goes from this rank to the receiver; known after `connect`."""
+        with self.lock:
+            return self._alive().route
+
+    def connect(self, timeout: float | None = None) -> None:
+        """Shakes hands: versions, engines, manifests and layouts agree on both sides when it returns.
+
+        May be called again after the receiver was lost: it starts anew, as a new peer.
+
+        Args:
+            timeout: Seconds; `Timeouts.handshake` by default.
+
+        Raises:
+            PeerRefused: One side refused the other; with every difference.
+            PeerLost: The connection closed during the handshake.
+            TransferTimeout: No answer in time.
+        """
+        seconds = self._timeouts.handshake if timeout is None else timeout
+        with self.lock:
+            if self._closed:
+                raise SessionStateError("the sender is closed")
+            if self._core is not None and not self._core.is_over:
+                raise SessionStateError("the sender is connected", local=self._core.phase.value)
+        self._stop()
+        context, control = self._open_socket(zmq.DEALER)
+        try:
+            control.connect(self._endpoint)
+        except zmq.ZMQError as error:
+            control.close()
+            context.term()
+            raise ValueError(f"endpoint: {self._endpoint!r} cannot be connected to: {error}") from error
+        with self.lock:
+            core = SenderCore(self._manifest, self._engine, self._timeouts, self._limits, time.monotonic())
+            self._core = core
+            self._start(context, control)
+            self._await_phase(core, (SenderPhase.AGREED, SenderPhase.READY), seconds, "the receiver did not answer")
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Waits until all prefill ranks are there and the receiver agreed with the whole.
+
+        Args:
+            timeout: Seconds; `Timeouts.handshake` by default.
+
+        Raises:
+            PeerRefused: The whole does not fit.
+            PeerLost: The receiver is gone.
+            TransferTimeout: A rank did not come in time.
+        """
+        seconds = self._timeouts.handshake if timeout is None else timeout
+        with self.lock:
+            self._await_phase(self._alive(), (SenderPhase.READY,), seconds, "not all prefill ranks were there")
+
+    def open(self, room: int, *, timeout: float | None = None) -> SenderSession:
+        """Waits for the receiver's pages of a room.
+
+        Args:
+            room: As at `Receiver.open`; 0 is a room like any other.
+            timeout: Seconds; `Timeouts.offer` by default.
+
+        Raises:
+            TransferTimeout: No offer in time.
+            TransferAborted: The receiver gave the room up before.
+            PeerRefused, PeerLost: The conversation has ended.
+            SessionStateError: The room is open here.
+        """
+        seconds = self._timeouts.offer if timeout is None else timeout
+        with self.lock:
+            core = self._alive()
+            opened = self.wait_for(lambda: core.open_room(room, time.monotonic()), seconds)
+            if opened is None:
+                raise TransferTimeout(
+                    f"room {room}: the receiver offered no pages",
+                    seconds=seconds,
+                    consequence="nothing was sent",
+                    remedy="open the room at the receiver first, with the same number",
+                )
+        return SenderSession(self, opened)
+
+    def reject(self, room: int, reason: str) -> None:
+        """Aborts a room that is not open here, also when its offer is still to come.
+
+        Raises:
+            SessionStateError: The room is open; abort its session.
+            PeerRefused, PeerLost: The conversation has ended.
+        """
+        with self.lock:
+            self._alive().reject(room, reason)
+            self.wake()
+
+    def close(self) -> None:
+        """Aborts open rooms, waits until the engine let go of them, says good-bye, and unregisters the memory.
+
+        Takes as long as batches that run need, at most the engine's own time-out.
+        """
+        with self.lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._core is not None:
+                self._core.close("closed by its owner")
+        self._stop()
+        self._close_wakers()
+        for address in self._regions:
+            self._engine.unregister(address)
+
+    def __enter__(self) -> Self:
+        """Itself; `connect` is the caller's."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes."""
+        self.close()
+
+    def _alive(self) -> SenderCore:
+        if self._core is None:
+            raise SessionStateError("the sender is not connected", remedy="call connect() first")
+        self._core.require_alive()
+        return self._core
+
+    def _await_phase(self, core: SenderCore, phases: tuple[SenderPhase, ...], seconds: float, what: str) -> None:
+        def reached() -> bool | None:
+            core.require_alive()
+            return True if core.phase in phases else None
+
+        if self.wait_for(reached, seconds) is None:
+            raise TransferTimeout(f"{self._endpoint}: {what}", seconds=seconds, consequence="nothing can be sent")
+
+    def _watches_connection(self) -> bool:
+        return True
+
+    def _progress_on_poll(self) -> bool:
+        return self._engine.capabilities.progress_on_poll
+
+    def _receive(self, parts: list[bytes], now: float) -> None:
+        if self._core is not None:
+            self._core.receive(parts[-1] if len(parts) == 1 else b"", now)
+
+    def _disconnected(self, why: str) -> None:
+        if self._core is not None:
+            self._core.disconnected(why)
+
+    def _advance(self, now: float) -> bool:
+        if self._core is None:
+            return False
+        self._core.tick(now)
+        return self._core.step(now)
+
+    def _flush(self, control: zmq.Socket[bytes], now: float) -> None:
+        outbox = self._core.outbox if self._core is not None else None
+        while outbox:
+            try:
+                control.send(outbox[0], zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            outbox.popleft()
+
+    def _is_drained(self, late: bool) -> bool:
+        # Never earlier: a closed connection tells the receiver that this process writes no more.
+        return self._core is None or not self._core.rooms
+
+    def _last_words(self) -> None:
+        if self._core is not None:
+            self._core.say_bye()
+
+    def _outlive_sockets(self) -> None:
+        while True:
+            with self.lock:
+                if self._core is None or not self._core.rooms:
+                    return
+                self._core.step(time.monotonic())
+                self.changed.notify_all()
+            time.sleep(0.001)
+
+    def _crashed(self, error: TransferError) -> None:
+        if self._core is not None and self._core.error is None:
+            self._core.error = error
+
+
+class SenderSession:
+    """One room at one prefill rank. Made by `Sender.open`; all methods may be called from any thread."""
+
+    def __init__(self, sender: Sender, room: SenderRoom) -> None:
+        """For `Sender.open`."""
+        self._sender = sender
+        self._room = room
+
+    @property
+    def room(self) -> int:
+        """Its number."""
+        return self._room.room
+
+    @property
+    def generation(self) -> int:
+        """Which use of the number this is; 0 on a rank that sends nothing."""
+        return self._room.generation
+
+    @property
+    def pages(self) -> int:
+        """Pages that the receiver offers; 0 on a rank that sends nothing."""
+        return self._room.pages
+
+    @property
+    def tokens(self) -> int:
+        """As given to `Receiver.open`; 0 on a rank that sends nothing."""
+        return self._room.offer.tokens if self._room.offer is not None else 0
+
+    @property
+    def state(self) -> SenderState:
+        """The current state."""
+        with self._sender.lock:
+            return self._room.state
+
+    @property
+    def error(self) -> TransferError | None:
+        """Why the room ended badly, if it did."""
+        with self._sender.lock:
+            return self._room.error
+
+    @property
+    def pages_released(self) -> bool:
+        """Whether the engine reads none of the source pages any more, so that they may be reused."""
+        with self._sender.lock:
+            return self._room.is_terminal or self._room.state is SenderState.DONE_SENT
+
+    def send(
+        self,
+        source_pages: npt.ArrayLike,
+        *,
+        start: int,
+        layer_ids: Iterable[int] | None = None,
+        parts: Iterable[kv_planner.Part] | None = None,
+    ) -> None:
+        """Hands one chunk to the engine and returns; the pages must stay as they are until `pages_released`.
+
+        Args:
+            source_pages: Page ids of this rank's pool. Shape: [n]; dtype int32 or int64.
+            start: Index of the first of them among the request's pages.
+            layer_ids: Only these layers; all of this rank by default.
+            parts: Only "target" or "draft" layers; both by default.
+
+        Raises:
+            CoverageError: A (layer, page) was sent before, or the chunk reaches past the offered pages. Nothing is
+                sent.
+            kv_planner.PlanError: The pages are not valid. Nothing is sent.
+            TransferError: The room has ended badly; the error says why.
+        """
+        chunk = self._room.plan(source_pages, start, layer_ids, parts)
+        with self._sender.lock:
+            self._room.send(chunk, time.monotonic())
+            self._sender.wake()
+
+    def finish(
+        self, metadata: Mapping[str, JsonValue] | None = None, *, wait: bool = True, timeout: float | None = None
+    ) -> None:
+        """Says that all chunks were handed over; the receiver is told when all of them have arrived.
+
+        Args:
+            metadata: JSON values for the receiver, such as the first token.
+            wait: Wait for the receiver's answer.
+            timeout: Seconds to wait; None waits until the room ends, which `Timeouts.transfer` bounds.
+
+        Raises:
+            CoverageError: A (layer, page) of this rank's route was never sent; the room stays open.
+            ProtocolError: The metadata is too long or not made of JSON values; the room stays open.
+            TransferError: The room ended badly.
+        """
+        with self._sender.lock:
+            self._room.finish(metadata or {}, time.monotonic())
+            self._sender.wake()
+        if wait:
+            self.wait(timeout)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits for the end after `finish`.
+
+        Raises:
+            TransferTimeout: Not within `timeout`; the room goes on.
+            TransferError: The room ended badly.
+        """
+
+        def ended() -> bool | None:
+            if self._room.error is not None:
+                raise self._room.error
+            return True if self._room.is_terminal else None
+
+        with self._sender.lock:
+            if self._sender.wait_for(ended, timeout) is None:
+                raise TransferTimeout(f"{self._room.name}: still {self._room.state.value}", seconds=timeout or 0.0)
+
+    def abort(self, reason: str) -> None:
+        """Gives the room up: stops writing, then tells the receiver. Does nothing after the end."""
+        with self._sender.lock:
+            name = self._room.name
+            self._room.fail(TransferAborted(f"{name} was aborted here: {reason}", reason=reason, by="local"))
+            self._sender.wake()

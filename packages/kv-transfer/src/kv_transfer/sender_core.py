@@ -1,0 +1,371 @@
+"""A sender's side of the conversation, without threads and sockets: handshake, offers, rooms, heartbeats.
+
+Bytes go in through `receive`, bytes come out in `outbox`, time is an argument. `Sender` drives it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import TypeVar
+
+import kv_planner
+
+from kv_transfer.config import Limits, Timeouts
+from kv_transfer.engine import TransferEngine
+from kv_transfer.errors import (
+    PeerLost,
+    PeerRefused,
+    ProtocolError,
+    SessionStateError,
+    TransferAborted,
+    TransferError,
+)
+from kv_transfer.handshake import (
+    Rank,
+    agree_pair,
+    check_engine,
+    parse_manifest,
+    refusal_error,
+    refusal_message,
+)
+from kv_transfer.messages import (
+    Abort,
+    Aborted,
+    Accepted,
+    Agreed,
+    Bye,
+    Heartbeat,
+    Hello,
+    Message,
+    Offer,
+    Ready,
+    Refusal,
+    RefusalCode,
+    Welcome,
+    decode,
+    encode,
+)
+from kv_transfer.sender_room import SenderRoom
+from kv_transfer.silence import Silence
+from kv_transfer.states import SENDER_PHASE_STEPS, SenderPhase, StateMachine
+
+__all__ = ["SenderCore"]
+
+_Value = TypeVar("_Value")
+
+
+class SenderCore:
+    """State of one sender.
+
+    Args:
+        manifest: What this rank owns.
+        engine: Moves the bytes.
+        timeouts: Heartbeat, loss and progress limits.
+        limits: Sizes.
+        now: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        manifest: kv_planner.RankManifest,
+        engine: TransferEngine,
+        timeouts: Timeouts,
+        limits: Limits,
+        now: float,
+    ) -> None:
+        """Greets the receiver."""
+        self.rank = Rank.of(manifest)
+        self.error: TransferError | None = None
+        self.outbox: deque[bytes] = deque()
+        self.rooms: dict[int, SenderRoom] = {}
+        self.sends_nothing = False
+        self.late_messages = 0
+        self._manifest = manifest
+        self._engine = engine
+        self._timeouts = timeouts
+        self._limits = limits
+        self._route: kv_planner.Route | None = None
+        self._peer_session = ""
+        self._offers: OrderedDict[int, Offer] = OrderedDict()
+        self._ended: OrderedDict[int, tuple[int, str]] = OrderedDict()
+        self._rejected: OrderedDict[int, str] = OrderedDict()
+        self._silence = Silence(timeouts, now)
+        self._machine = StateMachine(f"sender {self.rank}", SENDER_PHASE_STEPS, SenderPhase.NEW)
+        self._post(Hello(engine=engine.name, session=engine.session, manifest=manifest.to_json()))
+        self._machine.to(SenderPhase.GREETING)
+
+    @property
+    def phase(self) -> SenderPhase:
+        """Where the conversation is."""
+        return self._machine.state
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the conversation has ended, one way or another."""
+        return self.phase in (SenderPhase.REFUSED, SenderPhase.LOST, SenderPhase.CLOSED)
+
+    @property
+    def route(self) -> kv_planner.Route:
+        """What this rank sends to the receiver.
+
+        Raises:
+            SessionStateError: The two sides have not agreed yet.
+        """
+        if self._route is None:
+            raise SessionStateError(f"sender {self.rank}: no route before the handshake", local=self.phase.value)
+        return self._route
+
+    def receive(self, data: bytes, now: float) -> None:
+        """Takes one message; whatever it holds, ends in a defined state."""
+        self._silence.heard(now)
+        if self.is_over:
+            self._after_the_end(data)
+            return
+        try:
+            message = decode(data, self._limits)
+            self._handle(message)
+        except ProtocolError as error:
+            self._refuse(PeerRefused(str(error), code=RefusalCode.MALFORMED.value))
+        except PeerRefused as error:
+            self._refuse(error)
+        self._collect()
+
+    def disconnected(self, why: str) -> None:
+        """The connection is closed."""
+        error = PeerLost(
+            f"the receiver is lost: {why}",
+            consequence="its rooms have ended",
+            remedy="call connect() again when it is back",
+        )
+        if not self.is_over:
+            self.error = error
+            self._machine.to(SenderPhase.LOST)
+        for room in self.rooms.values():
+            room.disconnected(error)
+        self.outbox.clear()
+
+    def tick(self, now: float) -> None:
+        """Beats, and notices silence."""
+        if self.is_over:
+            return
+        silent = self._silence.silent_for(now)
+        if self.phase is not SenderPhase.GREETING and silent > self._timeouts.peer_lost_after:
+            self._end(
+                SenderPhase.LOST,
+                PeerLost(
+                    f"the receiver is lost: silent for {silent:.1f} s",
+                    consequence="its rooms have ended",
+                    remedy="call connect() again when it is back",
+                ),
+            )
+            self._collect()
+            return
+        if self.phase is not SenderPhase.GREETING and self._silence.beat_due(now):
+            self._post(Heartbeat())
+
+    def step(self, now: float) -> bool:
+        """Moves all rooms on.
+
+        Returns:
+            Whether the engine holds batches, so that it must be polled soon.
+        """
+        for room in list(self.rooms.values()):
+            room.step(now)
+        self._collect()
+        return any(room.in_flight for room in self.rooms.values())
+
+    def open_room(self, room: int, now: float) -> SenderRoom | None:
+        """The room, when the receiver has offered pages for it; None as long as it has not.
+
+        Raises:
+            PeerRefused, PeerLost: The conversation has ended.
+            TransferAborted: The receiver gave the room up before it was opened here.
+            SessionStateError: The room is open already.
+        """
+        self.require_alive()
+        known = self.rooms.get(room)
+        if known is not None:
+            raise SessionStateError(
+                f"{known.name} is open already", local=known.state.value, remedy="use the session that you have"
+            )
+        if self.phase is not SenderPhase.READY:
+            return None
+        offer = self._offers.pop(room, None)
+        if offer is None and not self.sends_nothing:
+            ended = self._ended.pop(room, None)
+            if ended is not None:
+                generation, reason = ended
+                raise TransferAborted(
+                    f"room {room} (generation {generation}) was aborted by the receiver: {reason}",
+                    reason=reason,
+                    by="receiver",
+                )
+            return None
+        opened = SenderRoom(
+            room,
+            offer,
+            self.route,
+            self._engine,
+            self._peer_session,
+            self._limits,
+            now,
+            self._timeouts.transfer,
+        )
+        self.rooms[room] = opened
+        return opened
+
+    def reject(self, room: int, reason: str) -> None:
+        """Aborts a room that is not open here; when its offer is still to come, as soon as it comes."""
+        self.require_alive()
+        if room in self.rooms:
+            raise SessionStateError(f"{self.rooms[room].name} is open", remedy="abort its session")
+        offer = self._offers.pop(room, None)
+        if offer is not None:
+            self._decline(offer, reason[:4096])
+        elif not self.sends_nothing:
+            self._remember(self._rejected, room, reason[:4096])
+
+    def require_alive(self) -> None:
+        """Raises the error that ended the conversation, if one did."""
+        if self.error is not None:
+            raise self.error
+
+    def close(self, reason: str) -> None:
+        """Gives up all rooms and says good-bye once they have drained; keep calling `step` until `rooms` is empty."""
+        error = TransferAborted(f"the sender was closed: {reason}", reason=reason, by="local")
+        for room in self.rooms.values():
+            room.fail(error)
+        if self.error is None:
+            self.error = SessionStateError(f"sender {self.rank} is closed", local=reason)
+        if not self.is_over:
+            self._decline_all("the sender is closed")
+
+    def say_bye(self) -> None:
+        """The last word; call it when the rooms have drained."""
+        if not self.is_over:
+            self._post(Bye(reason="the sender was closed"))
+            self._machine.to(SenderPhase.CLOSED)
+
+    def _handle(self, message: Message) -> None:
+        if isinstance(message, Welcome):
+            self._welcome(message)
+        elif isinstance(message, Ready):
+            if self.phase is not SenderPhase.AGREED and self.phase is not SenderPhase.READY:
+                raise ProtocolError(f"ready in phase {self.phase.value}")
+            self.sends_nothing = not message.sends
+            if self.phase is SenderPhase.AGREED:
+                self._machine.to(SenderPhase.READY)
+        elif isinstance(message, Offer):
+            self._offer(message)
+        elif isinstance(message, Abort):
+            self._abort(message)
+        elif isinstance(message, Accepted):
+            room = self.rooms.get(message.room)
+            if room is not None and room.generation == message.generation:
+                room.accepted()
+            else:
+                self.late_messages += 1
+        elif isinstance(message, Refusal):
+            self._end(SenderPhase.REFUSED, refusal_error(message, "receiver"))
+        elif isinstance(message, Bye):
+            self._end(
+                SenderPhase.LOST,
+                PeerLost(f"the receiver ended the conversation: {message.reason}", consequence="its rooms have ended"),
+            )
+        elif not isinstance(message, Heartbeat):
+            raise ProtocolError(f"message {message.type!r} is none that a receiver sends")
+
+    def _welcome(self, message: Welcome) -> None:
+        if self.phase is not SenderPhase.GREETING:
+            raise ProtocolError(f"welcome in phase {self.phase.value}")
+        check_engine(self._engine.name, message.engine)
+        remote = parse_manifest(message.manifest)
+        self._route = agree_pair(self._manifest, remote).route(0, 0)
+        self._peer_session = message.session
+        self._post(Agreed())
+        self._machine.to(SenderPhase.AGREED)
+
+    def _offer(self, offer: Offer) -> None:
+        if self.phase is not SenderPhase.READY:
+            raise ProtocolError(f"offer in phase {self.phase.value}")
+        if offer.generation <= self._newest_generation(offer.room):
+            self.late_messages += 1
+            return
+        if self.error is not None:
+            self._decline(offer, "the sender is closed")
+            return
+        self._ended.pop(offer.room, None)
+        reason = self._rejected.pop(offer.room, None)
+        if reason is not None:
+            self._decline(offer, reason)
+            return
+        self._offers[offer.room] = offer
+
+    def _abort(self, message: Abort) -> None:
+        room = self.rooms.get(message.room)
+        if room is not None and room.generation == message.generation:
+            room.fail(
+                TransferAborted(
+                    f"{room.name} was aborted by the receiver: {message.reason}", reason=message.reason, by="receiver"
+                )
+            )
+            return
+        offer = self._offers.get(message.room)
+        if offer is not None and offer.generation == message.generation:
+            del self._offers[message.room]
+            self._remember(self._ended, message.room, (message.generation, message.reason))
+            self._decline(offer, "never opened here")
+            return
+        self.late_messages += 1
+
+    def _newest_generation(self, room: int) -> int:
+        generations = [self._offers[room].generation] if room in self._offers else []
+        if room in self.rooms:
+            generations.append(self.rooms[room].generation)
+        if room in self._ended:
+            generations.append(self._ended[room][0])
+        return max(generations, default=0)
+
+    def _decline(self, offer: Offer, reason: str) -> None:
+        self._post(Aborted(room=offer.room, generation=offer.generation, reason=reason))
+
+    def _decline_all(self, reason: str) -> None:
+        for offer in self._offers.values():
+            self._decline(offer, reason)
+        self._offers.clear()
+
+    def _refuse(self, error: PeerRefused) -> None:
+        self._post(refusal_message(error))
+        self._end(SenderPhase.REFUSED, error)
+
+    def _end(self, phase: SenderPhase, error: TransferError) -> None:
+        if self.error is None:
+            self.error = error
+        self._machine.to(phase)
+        for room in self.rooms.values():
+            room.fail(error)
+        self._decline_all(str(error)[:4096])
+
+    def _after_the_end(self, data: bytes) -> None:
+        self.late_messages += 1
+        try:
+            message = decode(data, self._limits)
+        except ProtocolError:
+            return
+        if isinstance(message, Offer) and self.phase is not SenderPhase.CLOSED:
+            self._decline(message, f"the sender is {self.phase.value}")
+
+    def _collect(self) -> None:
+        for number, room in list(self.rooms.items()):
+            while room.outgoing:
+                self._post(room.outgoing.popleft())
+            if room.is_terminal:
+                del self.rooms[number]
+
+    def _remember(self, table: OrderedDict[int, _Value], room: int, value: _Value) -> None:
+        table[room] = value
+        while len(table) > self._limits.remembered_rooms:
+            table.popitem(last=False)
+
+    def _post(self, message: Message) -> None:
+        self.outbox.append(encode(message, self._limits))

@@ -1,0 +1,319 @@
+"""One room at a sender: plans each chunk, feeds the engine, and ends with exactly one message.
+
+No thread, no socket, no clock of its own; messages collect in `outgoing`. `plan` may run without the owner's lock,
+everything else needs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+import kv_planner
+import numpy as np
+import numpy.typing as npt
+import pydantic
+from pydantic import JsonValue
+
+from kv_transfer.config import Limits
+from kv_transfer.coverage import Coverage, Layer
+from kv_transfer.engine import TransferEngine, TransferHandle, TransferState, TransferStatus
+from kv_transfer.errors import (
+    CoverageError,
+    ProtocolError,
+    SessionStateError,
+    TransferError,
+    TransferFailed,
+    TransferTimeout,
+)
+from kv_transfer.handshake import RouteSummary
+from kv_transfer.messages import Aborted, Done, Offer, encode
+from kv_transfer.states import SENDER_STEPS, SenderState, StateMachine
+
+__all__ = ["Chunk", "SenderRoom"]
+
+_MOST = 2**63 - 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some pages of some layers, planned and lowered.
+
+    Attributes:
+        layers: Which (part, layer id).
+        start: First page of the request.
+        pages: How many pages.
+        batches: For the engine.
+    """
+
+    layers: tuple[Layer, ...]
+    start: int
+    pages: int
+    batches: tuple[kv_planner.Batch, ...]
+
+
+class SenderRoom:
+    """The state machine of one room.
+
+    Args:
+        offer: The receiver's pages; None on a rank that sends nothing.
+        route: From this rank to the receiver.
+        engine: Moves the bytes.
+        peer: The receiver's engine session.
+        limits: Batches in flight, message size.
+        now: Monotonic seconds.
+        timeout: Longest time without progress, in seconds.
+        room: Its number.
+    """
+
+    def __init__(
+        self,
+        room: int,
+        offer: Offer | None,
+        route: kv_planner.Route,
+        engine: TransferEngine,
+        peer: str,
+        limits: Limits,
+        now: float,
+        timeout: float,
+    ) -> None:
+        """Ready to send."""
+        self.room = room
+        self.offer = offer
+        self.generation = offer.generation if offer is not None else 0
+        self.error: TransferError | None = None
+        self.outgoing: deque[Done | Aborted] = deque()
+        self.nbytes = 0
+        self.blocks = 0
+        self._summary = RouteSummary.of(route)
+        self._route = route
+        self._engine = engine
+        self._peer = peer
+        self._limits = limits
+        self._timeout = timeout
+        self._progress_at = now
+        self._pages = np.array(offer.pages if offer is not None else (), np.int64)
+        self._coverage = Coverage(self._summary.layers, len(self._pages))
+        self._queued: deque[kv_planner.Batch] = deque()
+        self._in_flight: list[TransferHandle] = []
+        self._metadata: Mapping[str, JsonValue] = {}
+        self._connected = True
+        self._machine = StateMachine(self.name, SENDER_STEPS, SenderState.SENDING)
+
+    @property
+    def name(self) -> str:
+        """Room and generation, for texts."""
+        return f"room {self.room} (generation {self.generation})"
+
+    @property
+    def state(self) -> SenderState:
+        """The current state."""
+        return self._machine.state
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether nothing can change any more."""
+        return self._machine.is_terminal
+
+    @property
+    def in_flight(self) -> int:
+        """Batches that the engine holds."""
+        return len(self._in_flight)
+
+    @property
+    def pages(self) -> int:
+        """Pages of the request."""
+        return len(self._pages)
+
+    def plan(
+        self,
+        source_pages: npt.ArrayLike,
+        start: int,
+        layer_ids: Iterable[int] | None,
+        parts: Iterable[kv_planner.Part] | None,
+    ) -> Chunk:
+        """Plans and lowers one chunk; changes nothing.
+
+        Raises:
+            CoverageError: The chunk reaches past the offered pages.
+            kv_planner.PlanError: Pages that cannot be paired.
+            ValueError: A layer or part that this rank's route does not hold.
+        """
+        layers = self._select(layer_ids, parts)
+        if self.offer is None:
+            return Chunk((), 0, 0, ())
+        if not layers:
+            return Chunk((), 0, 0, ())
+        source = np.asarray(source_pages)
+        if source.size == 0:
+            source = source.astype(np.int64)
+        stop = start + len(source)
+        if start < 0 or stop > len(self._pages):
+            raise CoverageError(
+                f"pages [{start}, {stop}) of the request, but the receiver offers {len(self._pages)}",
+                remedy="send the pages of the prompt only, counted from its first page",
+            )
+        runs = kv_planner.Runs(source, self._pages[start:stop])
+        plan = kv_planner.Plan(self._route, runs)
+        if layer_ids is not None or parts is not None:
+            plan = plan.slice(
+                layer_ids=sorted({layer for _, layer in layers}), parts=sorted({part for part, _ in layers})
+            )
+        lowered = kv_planner.lower(plan, self._engine.capabilities.planner())
+        return Chunk(layers, start, len(source), tuple(lowered.batches))
+
+    def send(self, chunk: Chunk, now: float) -> None:
+        """Takes a planned chunk.
+
+        Raises:
+            CoverageError: A (layer, page) of it was sent already; nothing is taken.
+            SessionStateError: The room takes no chunks any more.
+        """
+        self._require_sending("send")
+        self._coverage.claim(chunk.layers, chunk.start, chunk.pages)
+        self._queued.extend(chunk.batches)
+        self._progress_at = now
+
+    def finish(self, metadata: Mapping[str, JsonValue], now: float) -> None:
+        """Says that everything was handed over.
+
+        Raises:
+            CoverageError: A (layer, page) of the route was never sent; the room stays open.
+            MessageTooLarge: The metadata does not fit into a message.
+            ProtocolError: The metadata is not made of JSON values.
+        """
+        self._require_sending("finish")
+        self._coverage.check_complete()
+        try:
+            encode(self._done(metadata, _MOST, _MOST), self._limits)
+        except pydantic.ValidationError as error:
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            raise ProtocolError(
+                f"metadata: {'.'.join(map(str, first['loc']))}: {first['msg']}",
+                consequence="the room stays open",
+                remedy="use str keys and JSON values (str, int, finite float, bool, None, list, dict)",
+            ) from error
+        self._metadata = dict(metadata)
+        self._machine.to(SenderState.DRAINING)
+        self._progress_at = now
+
+    def fail(self, error: TransferError) -> None:
+        """Gives the room up: nothing more is submitted, what waits is cancelled. Does nothing after the end."""
+        if self.state is SenderState.DONE_SENT:
+            self.error = error
+            self._machine.to(SenderState.ABORTED)
+        elif self.state in (SenderState.SENDING, SenderState.DRAINING):
+            self.error = error
+            self._machine.to(SenderState.ABORTING)
+            self._queued.clear()
+            for handle in self._in_flight:
+                self._engine.cancel(handle)
+
+    def disconnected(self, error: TransferError) -> None:
+        """The receiver cannot be told anything any more."""
+        self._connected = False
+        self.fail(error)
+
+    def accepted(self) -> None:
+        """The receiver checked our `Done`."""
+        if self.state is SenderState.DONE_SENT:
+            self._machine.to(SenderState.FINISHED)
+
+    def step(self, now: float) -> None:
+        """Polls and feeds the engine, and takes the steps that follow."""
+        self._poll(now)
+        if self.state in (SenderState.SENDING, SenderState.DRAINING):
+            self._feed()
+        if self.state is SenderState.DRAINING and not self._queued and not self._in_flight:
+            if self.offer is None:
+                self._machine.to(SenderState.FINISHED)
+            else:
+                self.outgoing.append(self._done(self._metadata, self.nbytes, self.blocks))
+                self._machine.to(SenderState.DONE_SENT)
+        if not self.is_terminal and self.state is not SenderState.ABORTING and now - self._progress_at > self._timeout:
+            self.fail(
+                TransferTimeout(
+                    f"{self.name}: no progress while {self.state.value}",
+                    seconds=self._timeout,
+                    consequence="the room is given up",
+                    remedy="raise Timeouts.transfer if prefill takes longer between two chunks",
+                )
+            )
+        if self.state is SenderState.ABORTING and not self._in_flight:
+            if self._connected and self.offer is not None:
+                self.outgoing.append(Aborted(room=self.room, generation=self.generation, reason=str(self.error)[:4096]))
+            self._machine.to(SenderState.ABORTED)
+
+    def _poll(self, now: float) -> None:
+        still: list[TransferHandle] = []
+        for handle in self._in_flight:
+            status = self._status(handle)
+            if not status.is_terminal:
+                still.append(handle)
+            elif status.state is TransferState.DONE:
+                self.nbytes += handle.nbytes
+                self.blocks += handle.blocks
+                self._progress_at = now
+            else:
+                self.fail(
+                    TransferFailed(
+                        f"{self.name}: {status.error}", consequence="its pages at the receiver are undefined"
+                    )
+                )
+        self._in_flight = still
+
+    def _status(self, handle: TransferHandle) -> TransferStatus:
+        # Whatever an engine raises ends this room, and reaches whoever waits for it as TransferFailed; other rooms go
+        # on.
+        try:
+            return self._engine.poll(handle)
+        except Exception as error:
+            return TransferStatus(TransferState.FAILED, f"engine {self._engine.name!r} raised {error!r}")
+
+    def _feed(self) -> None:
+        while self._queued and len(self._in_flight) < self._limits.batches_in_flight:
+            try:
+                self._in_flight.append(self._engine.submit(self._peer, self._queued.popleft()))
+            except Exception as error:
+                failure = TransferFailed(f"{self.name}: {error}", consequence="its pages at the receiver are undefined")
+                failure.__cause__ = error
+                self.fail(failure)
+
+    def _select(self, layer_ids: Iterable[int] | None, parts: Iterable[kv_planner.Part] | None) -> tuple[Layer, ...]:
+        layers = self._summary.layers
+        known_parts = {part for part, _ in layers}
+        if parts is not None:
+            wanted_parts = set(parts)
+            if self.offer is not None and not wanted_parts <= known_parts:
+                raise ValueError(
+                    f"parts: {sorted(wanted_parts - known_parts)} are not on this rank's route, which has "
+                    f"{sorted(known_parts)}"
+                )
+            layers = tuple(layer for layer in layers if layer[0] in wanted_parts)
+        if layer_ids is not None:
+            wanted = set(layer_ids)
+            known = {layer for _, layer in layers}
+            if self.offer is not None and not wanted <= known:
+                raise ValueError(
+                    f"layer_ids: {sorted(wanted - known)} are not on this rank's route, which has {sorted(known)}"
+                )
+            layers = tuple(layer for layer in layers if layer[1] in wanted)
+        return layers
+
+    def _require_sending(self, call: str) -> None:
+        if self.error is not None:
+            raise self.error
+        if self.state is not SenderState.SENDING:
+            raise SessionStateError(f"{self.name}: {call} after finish", local=self.state.value)
+
+    def _done(self, metadata: Mapping[str, JsonValue], nbytes: int, blocks: int) -> Done:
+        return Done(
+            room=self.room,
+            generation=max(self.generation, 1),
+            nbytes=nbytes,
+            blocks=blocks,
+            pages=len(self._pages),
+            layers=self._summary.layers,
+            metadata=dict(metadata),
+        )

@@ -1,0 +1,422 @@
+"""Who is let in, who is refused with what text on both sides, and that ranks count once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import kv_planner as kp
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transfer_memory import RankMemory, make_layout, stages, whole
+
+import kv_transfer as kt
+from kv_transfer.engines.loopback import LoopbackEngine
+from kv_transfer.messages import (
+    Abort,
+    Aborted,
+    Accepted,
+    Agreed,
+    Bye,
+    Done,
+    Heartbeat,
+    Hello,
+    Message,
+    Offer,
+    Ready,
+    Refusal,
+    RefusalCode,
+    Welcome,
+    decode,
+    encode,
+)
+from kv_transfer.receiver_core import ReceiverCore
+from kv_transfer.sender_core import SenderCore
+from kv_transfer.states import SenderPhase
+
+FAST = kt.Timeouts(handshake=5, heartbeat_interval=0.05, peer_lost_after=1.0, dead_writer_grace=0.2, drain=1)
+
+
+class Desk:
+    """Makes receivers and senders, and closes them."""
+
+    def __init__(self) -> None:
+        self._open: list[kt.Receiver | kt.Sender | kt.TransferEngine] = []
+
+    def receiver(self, memory: RankMemory, ranks: int) -> kt.Receiver:
+        engine = LoopbackEngine()
+        receiver = kt.Receiver(memory.manifest, engine, prefill_ranks=ranks, timeouts=FAST)
+        self._open += [engine, receiver]
+        return receiver
+
+    def sender(self, memory: RankMemory, receiver: kt.Receiver, engine: kt.TransferEngine | None = None) -> kt.Sender:
+        used = engine or LoopbackEngine()
+        sender = kt.Sender(memory.manifest, used, endpoint=receiver.endpoint, timeouts=FAST)
+        self._open += [used, sender]
+        return sender
+
+    def close(self) -> None:
+        for thing in reversed(self._open):
+            thing.close()
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    made = Desk()
+    yield made
+    made.close()
+
+
+def test_page_sizes_64_and_128_are_refused_on_both_sides(desk: Desk) -> None:
+    receiver = desk.receiver(whole(make_layout(page_size=128)), 1)
+    sender = desk.sender(stages(make_layout(page_size=64), 1)[0], receiver)
+    with pytest.raises(kt.PeerRefused, match="page_size: local 64, remote 128") as at_sender:
+        sender.connect()
+    with pytest.raises(kt.PeerRefused, match="page_size: local 128, remote 64") as at_receiver:
+        receiver.wait_ready()
+    assert at_sender.value.code == at_receiver.value.code == "layout"
+    assert {difference.field for difference in at_sender.value.differences} >= {"page_size"}
+    with pytest.raises(kt.PeerRefused):
+        sender.open(0)
+
+
+def test_a_refusal_carries_all_differences(desk: Desk) -> None:
+    receiver = desk.receiver(whole(make_layout(key_dims=16, fingerprint="model-b", layers=6)), 1)
+    sender = desk.sender(stages(make_layout(), 1)[0], receiver)
+    with pytest.raises(kt.PeerRefused) as caught:
+        sender.connect()
+    fields = " ".join(difference.field for difference in caught.value.differences)
+    assert "fingerprint" in fields
+    assert len(caught.value.differences) >= 3
+    assert all(difference.consequence and difference.remedy for difference in caught.value.differences)
+
+
+def test_different_engines_are_refused(desk: Desk) -> None:
+    class Other(LoopbackEngine):
+        @property
+        def name(self) -> str:
+            return "other"
+
+    receiver = desk.receiver(whole(make_layout()), 1)
+    with pytest.raises(kt.PeerRefused, match="local 'loopback', remote 'other'"):
+        desk.sender(stages(make_layout(), 1)[0], receiver, Other()).connect()
+
+
+def test_the_same_rank_twice_does_not_count(desk: Desk) -> None:
+    layout = make_layout()
+    receiver = desk.receiver(whole(layout), 2)
+    memory = stages(layout, 2)[0]
+    desk.sender(memory, receiver).connect()
+    with pytest.raises(kt.PeerRefused, match="rank pp0 tp0 is connected already"):
+        desk.sender(memory, receiver).connect()
+    assert receiver.members == (kt.Rank(pp=0),)
+    assert receiver.take_refusals()[0].code == "rank-taken"
+    with pytest.raises(kt.TransferTimeout, match=r"1 of 2 prefill ranks are there \(pp0 tp0\)"):
+        receiver.wait_ready(0.1)
+    with pytest.raises(kt.SessionStateError, match="not ready: 1 of 2"):
+        receiver.open(0, [1])
+
+
+def test_a_closed_rank_can_come_back_in_its_place(desk: Desk) -> None:
+    layout = make_layout()
+    decode = whole(layout)
+    receiver = desk.receiver(decode, 2)
+    first, second = stages(layout, 2)
+    old = desk.sender(first, receiver)
+    old.connect()
+    other = desk.sender(second, receiver)
+    other.connect()
+    receiver.wait_ready()
+    old.close()
+    new = desk.sender(first, receiver)
+    new.connect()
+    receiver.wait_ready()
+    session = receiver.open(0, [2])
+    for sender in (new, other):
+        sending = sender.open(0)
+        sending.send([5], start=0)
+        sending.finish()
+    session.wait(5)
+    assert decode.faults({2: 5}) == []
+
+
+def test_the_number_of_ranks_must_be_the_same_on_both_sides(desk: Desk) -> None:
+    layout = make_layout()
+    receiver = desk.receiver(whole(layout), 3)
+    with pytest.raises(kt.PeerRefused, match=r"waits for 3 ranks, rank pp0 tp0 says its side has 2"):
+        desk.sender(stages(layout, 2)[0], receiver).connect()
+
+
+def test_a_prefill_side_that_is_not_whole_is_refused_to_all_its_ranks(desk: Desk) -> None:
+    layout = make_layout()
+    ids = {("key", "target"): [0, 1], ("value", "target"): [0, 1]}
+    receiver = desk.receiver(whole(layout), 2)
+    both_the_same_layers = [
+        RankMemory(layout, ids, placement=kp.Placement(pp_rank=rank, pp_size=2))
+        for rank in range(2)  # type: ignore[arg-type]
+    ]
+    senders = [desk.sender(memory, receiver) for memory in both_the_same_layers]
+    senders[0].connect()
+    with pytest.raises(kt.PeerRefused, match=r"prefill side of ranks pp0 tp0, pp1 tp0 is not whole") as caught:
+        senders[1].connect()
+        senders[1].wait_ready()
+    assert caught.value.code == "deployment"
+    with pytest.raises(kt.PeerRefused, match="is not whole"):
+        senders[0].wait_ready()
+    with pytest.raises(kt.PeerRefused, match="is not whole"):
+        receiver.wait_ready()
+
+
+def test_components_that_are_not_paged_are_refused_before_any_handshake() -> None:
+    layout = kp.ModelLayout(
+        [
+            kp.ComponentSpec(
+                "state",
+                layer_ids=[0],
+                dtype="float32",
+                total_heads=1,
+                dims=4,
+                item_kind="request_row",
+            )
+        ],
+        page_size=4,
+        fingerprint="m",
+    )
+    item = layout.item_bytes("state")
+    entry = kp.BufferEntry(
+        "state",
+        "target",
+        0,
+        device="cpu",
+        address=4096,
+        nbytes=item * 4,
+        item_stride=item,
+        item_bytes=item,
+        head_range=(0, 1),
+    )
+    manifest = kp.RankManifest(layout, kp.Placement(), [entry])
+    engine = LoopbackEngine()
+    with pytest.raises(kt.UnsupportedLayout, match="'request_row'"):
+        kt.Receiver(manifest, engine, prefill_ranks=1)
+    engine.close()
+
+
+def test_a_taken_port_is_an_error_and_registers_nothing(desk: Desk) -> None:
+    memory = whole(make_layout())
+    receiver = desk.receiver(memory, 1)
+    engine = LoopbackEngine()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="cannot be bound"):
+            kt.Receiver(memory.manifest, engine, bind=receiver.endpoint, prefill_ranks=1)
+    engine.close()
+
+
+def test_nobody_there_is_a_timeout() -> None:
+    memory = stages(make_layout(), 1)[0]
+    engine = LoopbackEngine()
+    with (
+        kt.Sender(memory.manifest, engine, endpoint="tcp://127.0.0.1:9", timeouts=FAST) as sender,
+        pytest.raises(kt.TransferTimeout, match=r"the receiver did not answer within 0\.2 s"),
+    ):
+        sender.connect(0.2)
+    engine.close()
+
+
+def test_strangers_do_no_harm(desk: Desk) -> None:
+    """Garbage, words before a hello and another version are answered with a refusal; the next peer is served."""
+    layout = make_layout()
+    receiver = desk.receiver(whole(layout), 1)
+    manifest = stages(layout, 1)[0].manifest.to_json()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        for data, code in [
+            (b"\x00garbage", RefusalCode.MALFORMED),
+            (encode(Heartbeat()), RefusalCode.UNEXPECTED),
+            (b'{"v":9,"type":"hello"}', RefusalCode.VERSION),
+            (encode(Hello(engine="loopback", session="x", manifest="{}")), RefusalCode.MALFORMED),
+            (encode(Hello(engine="loopback", session="x", manifest=manifest[:-2])), RefusalCode.MALFORMED),
+        ]:
+            stranger = context.socket(zmq.DEALER)
+            stranger.connect(receiver.endpoint)
+            stranger.send(data)
+            assert stranger.poll(5000)
+            answer = decode(stranger.recv())
+            assert isinstance(answer, Refusal)
+            assert answer.code is code
+            stranger.close(linger=0)
+        multipart = context.socket(zmq.DEALER)
+        multipart.connect(receiver.endpoint)
+        multipart.send_multipart([b"a", b"b", b"c"])
+        assert multipart.poll(5000)
+        multipart.close(linger=0)
+    finally:
+        context.term()
+    receiver.take_refusals()
+    desk.sender(stages(layout, 1)[0], receiver).connect()
+    receiver.wait_ready()
+
+
+def test_a_member_that_turns_malformed_is_let_go_and_the_others_stay(desk: Desk) -> None:
+    layout = make_layout()
+    receiver = desk.receiver(whole(layout), 2)
+    first, second = stages(layout, 2)
+    desk.sender(second, receiver).connect()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        member = context.socket(zmq.DEALER)
+        member.connect(receiver.endpoint)
+        member.send(encode(Hello(engine="loopback", session="x", manifest=first.manifest.to_json())))
+        assert isinstance(decode(member.recv()), Welcome)
+        member.send(encode(Agreed()))
+        receiver.wait_ready()
+        session = receiver.open(0, [1])
+        member.send(b"{")
+        with pytest.raises(kt.PeerLost, match=r"pp0 tp0 is lost: it was refused"):
+            session.wait(5)
+        assert receiver.members == (kt.Rank(pp=1),)
+        assert not session.pages_released
+        member.close(linger=0)
+        assert session.wait_released(5)
+    finally:
+        context.term()
+
+
+def test_a_silent_peer_is_lost_in_time_but_its_pages_are_held(desk: Desk) -> None:
+    layout = make_layout()
+    receiver = desk.receiver(whole(layout), 1)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        member = context.socket(zmq.DEALER)
+        member.connect(receiver.endpoint)
+        member.send(encode(Hello(engine="loopback", session="x", manifest=stages(layout, 1)[0].manifest.to_json())))
+        assert isinstance(decode(member.recv()), Welcome)
+        member.send(encode(Agreed()))
+        receiver.wait_ready()
+        session = receiver.open(0, [1])
+        with pytest.raises(kt.PeerLost, match="silent for"):
+            session.wait(5)
+        assert not session.wait_released(0.5)
+        member.send(encode(Aborted(room=0, generation=session.generation, reason="woke up")))
+        assert session.wait_released(5)
+        member.close(linger=0)
+    finally:
+        context.term()
+
+
+def test_late_words_of_an_old_generation_are_dropped() -> None:
+    layout = make_layout()
+    memory = whole(layout)
+    core = ReceiverCore(memory.manifest, "loopback", "x", 1, FAST, kt.Limits())
+    hello = Hello(engine="loopback", session="y", manifest=stages(layout, 1)[0].manifest.to_json())
+    core.receive(b"peer", encode(hello), 0.0)
+    core.receive(b"peer", encode(Agreed()), 0.0)
+    old = core.open_room(0, [1], 4, 0.0, 9.0)
+    core.receive(b"peer", encode(Aborted(room=0, generation=1, reason="first")), 0.0)
+    assert old.is_terminal
+    new = core.open_room(0, [1], 4, 0.0, 9.0)
+    for message in (
+        Aborted(room=0, generation=1, reason="again"),
+        Done(room=0, generation=1, nbytes=0, blocks=0, pages=0, layers=(), metadata={}),
+        Aborted(room=5, generation=1, reason="unknown room"),
+    ):
+        core.receive(b"peer", encode(message), 0.0)
+    assert core.late_messages == 3
+    assert new.error is None
+    core.receive(b"peer", encode(Done(room=0, generation=2, nbytes=1, blocks=1, pages=1, layers=(), metadata={})), 0.0)
+    assert isinstance(new.error, kt.ProtocolError)
+    assert "layers" in str(new.error)
+
+
+def test_a_dead_writer_holds_its_pages_for_the_grace() -> None:
+    layout = make_layout()
+    core = ReceiverCore(whole(layout).manifest, "loopback", "x", 1, FAST, kt.Limits())
+    hello = Hello(engine="loopback", session="y", manifest=stages(layout, 1)[0].manifest.to_json())
+    core.receive(b"peer", encode(hello), 0.0)
+    core.receive(b"peer", encode(Agreed()), 0.0)
+    room = core.open_room(0, [1], 4, 0.0, 9.0)
+    core.unreachable(b"peer", 0.1)
+    assert isinstance(room.error, kt.PeerLost)
+    core.tick(0.29)
+    assert not room.pages_released
+    core.tick(0.31)
+    assert room.pages_released
+
+
+_WORDS: list[Message] = [
+    Hello(engine="loopback", session="y", manifest=stages(make_layout(), 1)[0].manifest.to_json()),
+    Welcome(engine="loopback", session="y", manifest=whole(make_layout()).manifest.to_json(), incarnation=1),
+    Agreed(),
+    Ready(ranks=1, sends=True),
+    Offer(room=0, generation=1, pages=(1,), tokens=4),
+    Offer(room=0, generation=2, pages=(2**40, 0), tokens=4),
+    Done(room=0, generation=1, nbytes=0, blocks=0, pages=1, layers=(), metadata={}),
+    Aborted(room=0, generation=1, reason=""),
+    Accepted(room=0, generation=1),
+    Abort(room=0, generation=1, reason=""),
+    Heartbeat(),
+    Refusal(code=RefusalCode.LAYOUT, reason="no"),
+    Bye(reason=""),
+]
+_FRAMES = [*map(encode, _WORDS), b"", b"{}", b"\xff"]
+_SCRIPT = st.lists(st.integers(0, len(_FRAMES) - 1), max_size=12)
+
+
+@settings(deadline=None)
+@given(script=_SCRIPT, second=_SCRIPT)
+def test_no_order_of_words_breaks_a_receiver(script: list[int], second: list[int]) -> None:
+    core = ReceiverCore(whole(make_layout()).manifest, "loopback", "x", 1, FAST, kt.Limits())
+    for index, word in enumerate(script):
+        core.receive(b"first", _FRAMES[word], index * 0.01)
+        if core.is_ready and 0 not in core.rooms:
+            core.open_room(0, [1], 4, index * 0.01, 1.0)
+        for other in second[index : index + 1]:
+            core.receive(b"second", _FRAMES[other], index * 0.01)
+        core.tick(index * 0.01)
+        core.outbox.clear()
+    core.unreachable(b"first", 1.0)
+    core.unreachable(b"second", 1.0)
+    for now in (1.0, 2.0, 3.0):
+        core.tick(now)
+    assert not core.rooms
+    assert core.members == ()
+
+
+@settings(deadline=None)
+@given(script=_SCRIPT)
+def test_no_order_of_words_breaks_a_sender(script: list[int]) -> None:
+    memory = stages(make_layout(), 1)[0]
+    engine = LoopbackEngine()
+    for entry in memory.manifest.entries:
+        engine.register(entry.address, entry.nbytes)
+    core = SenderCore(memory.manifest, engine, FAST, kt.Limits(), 0.0)
+    for index, word in enumerate(script):
+        core.receive(_FRAMES[word], index * 0.01)
+        core.tick(index * 0.01)
+        if core.phase is SenderPhase.READY and 0 not in core.rooms:
+            try:
+                core.open_room(0, index * 0.01)
+            except kt.TransferError as error:
+                assert str(error)
+        core.step(index * 0.01)
+    core.disconnected("the script ends")
+    core.step(1.0)
+    assert not core.rooms
+    engine.close()
+
+
+def test_connect_waits_for_no_other_rank(desk: Desk) -> None:
+    layout = make_layout()
+    receiver = desk.receiver(whole(layout), 2)
+    first, second = (desk.sender(memory, receiver) for memory in stages(layout, 2))
+    first.connect()
+    with pytest.raises(kt.TransferTimeout, match="not all prefill ranks were there"):
+        first.wait_ready(0.05)
+    waiting = threading.Thread(target=first.wait_ready)
+    waiting.start()
+    second.connect()
+    waiting.join(5)
+    assert not waiting.is_alive()
+    with pytest.raises(kt.SessionStateError, match="is connected"):
+        first.connect()

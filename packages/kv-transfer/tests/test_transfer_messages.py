@@ -1,0 +1,139 @@
+"""Whatever arrives on the wire is a message or a named error."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_transfer.config import Limits
+from kv_transfer.errors import MessageTooLarge, ProtocolError, ProtocolVersionError
+from kv_transfer.messages import (
+    Abort,
+    Aborted,
+    Accepted,
+    Agreed,
+    Bye,
+    DifferenceRecord,
+    Done,
+    Heartbeat,
+    Hello,
+    Message,
+    Offer,
+    Ready,
+    Refusal,
+    RefusalCode,
+    Welcome,
+    decode,
+    encode,
+)
+
+EXAMPLES: list[Message] = [
+    Hello(engine="loopback", session="loopback:1", manifest="{}"),
+    Welcome(engine="mooncake", session="127.0.0.1:15000", manifest="{}", incarnation=1),
+    Agreed(),
+    Refusal(
+        code=RefusalCode.LAYOUT,
+        reason="differs",
+        differences=(
+            DifferenceRecord(field="page_size", local="64", remote="128", consequence="wrong slots", remedy="same"),
+        ),
+    ),
+    Ready(ranks=2, sends=True),
+    Offer(room=0, generation=1, pages=(3, 1, 2), tokens=300),
+    Done(room=0, generation=1, nbytes=10, blocks=2, pages=3, layers=(("target", 0),), metadata={"token": [1, None]}),
+    Aborted(room=2**63 - 1, generation=3, reason="too long"),
+    Accepted(room=0, generation=1),
+    Abort(room=0, generation=1, reason=""),
+    Heartbeat(),
+    Bye(reason="closed"),
+]
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: message.type)
+def test_every_message_survives_the_wire(message: Message) -> None:
+    assert decode(encode(message)) == message
+
+
+def test_examples_cover_every_message() -> None:
+    from kv_transfer import messages
+
+    kinds = {
+        kind
+        for kind in vars(messages).values()
+        if isinstance(kind, type) and "type" in getattr(kind, "model_fields", {})
+    }
+    assert {type(message) for message in EXAMPLES} == kinds
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_a_message_or_a_named_error(data: bytes) -> None:
+    try:
+        decode(data)
+    except ProtocolError as error:
+        assert str(error)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(message=st.sampled_from(EXAMPLES), key=st.integers(0, 7), value=_JSON, drop=st.booleans())
+def test_a_message_with_one_field_changed_is_a_message_or_a_named_error(
+    message: Message, key: int, value: object, drop: bool
+) -> None:
+    fields = json.loads(encode(message))
+    name = sorted(fields)[key % len(fields)]
+    if drop:
+        del fields[name]
+    else:
+        fields[name] = value
+    try:
+        decode(json.dumps(fields).encode())
+    except ProtocolError as error:
+        assert str(error)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"v":1,"type":"heartbeat","extra":1}',
+        b'{"v":1,"type":"offer","room":-1,"generation":1,"pages":[],"tokens":0}',
+        b'{"v":1,"type":"offer","room":"0","generation":1,"pages":[],"tokens":0}',
+        b'{"v":1,"type":"offer","room":0,"generation":0,"pages":[],"tokens":0}',
+        b'{"v":1,"type":"offer","room":0,"generation":1,"pages":[1.5],"tokens":0}',
+        b'{"v":1,"type":"ready","ranks":true,"sends":true}',
+        b"[" * 100_000,
+        b'{"v":1,"type":"bye","reason":"' + b"x" * 70_000 + b'"}',
+        b"\xff\xfe",
+        b"",
+    ],
+)
+def test_malformed_messages_are_named(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="malformed control message"):
+        decode(data)
+
+
+def test_another_version_is_named() -> None:
+    with pytest.raises(ProtocolVersionError, match="local 1, remote 2"):
+        decode(b'{"v":2,"type":"a word of the future","more":[]}')
+
+
+def test_size_limit_holds_both_ways() -> None:
+    limits = Limits(message_bytes=40)
+    with pytest.raises(MessageTooLarge, match="limit is 40"):
+        encode(Bye(reason="x" * 100), limits)
+    with pytest.raises(MessageTooLarge, match="limit is 40"):
+        decode(encode(Bye(reason="x" * 100)), limits)
+
+
+def test_metadata_that_json_cannot_carry_is_refused() -> None:
+    for value in (math.nan, math.inf, {1: 2}, b"bytes", object()):
+        with pytest.raises(ValueError):
+            encode(Done(room=0, generation=1, nbytes=0, blocks=0, pages=0, layers=(), metadata={"a": value}))  # type: ignore[dict-item]

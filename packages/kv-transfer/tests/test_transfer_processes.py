@@ -1,0 +1,35 @@
+"""Real processes, real Mooncake over TCP, real signals; each run is a child inside a loopback-only namespace where possible."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def _run(script: str, *arguments: str, timeout: float = 60) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "kv_transfer.isolation", "--", sys.executable, str(HERE / script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"},
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-6000:]}"
+    assert "as it should be" in done.stdout
+    return done.stderr
+
+
+@pytest.mark.parametrize("scenario", ["exact", "aborts", "receiver_killed", "sender_killed", "stopped"])
+def test_two_prefill_stages_and_decode_over_mooncake(scenario: str) -> None:
+    assert "kv_transfer.isolation: " in _run("transfer_scenarios.py", scenario, "mooncake")
+
+
+def test_mooncake_engine_by_itself() -> None:
+    _run("transfer_mooncake_checks.py")

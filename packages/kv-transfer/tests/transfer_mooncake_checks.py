@@ -1,0 +1,110 @@
+"""Checks of the mooncake engine by itself, run as a script inside the loopback-only namespace where possible."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer import EngineError, RegionError, TransferEngine, TransferHandle, TransferState, create_engine
+
+MEGABYTES = 64
+
+
+@dataclasses.dataclass
+class Batch:
+    source: npt.NDArray[np.uint64]
+    destination: npt.NDArray[np.uint64]
+    nbytes: npt.NDArray[np.uint64]
+
+
+def batch(*blocks: tuple[int, int, int]) -> Batch:
+    return Batch(*(np.array(column, np.uint64) for column in zip(*blocks, strict=True)))
+
+
+def end(engine: TransferEngine, handle: TransferHandle) -> str | None:
+    """The error of a batch, or None when it was done; polling is idempotent after the end."""
+    while not (status := engine.poll(handle)).is_terminal:
+        time.sleep(0.001)
+    assert engine.poll(handle) == status
+    return None if status.state is TransferState.DONE else status.error
+
+
+def refused(kind: type[Exception], text: str, call: object, *arguments: object, **options: object) -> None:
+    assert callable(call)
+    try:
+        call(*arguments, **options)
+    except kind as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"{kind.__name__} was expected")
+
+
+def main() -> None:
+    refused(EngineError, "'rdma' is not supported", create_engine, "mooncake", protocol="rdma")
+    refused(ValueError, "workers", create_engine, "mooncake", workers=0)
+    writer = create_engine("mooncake", transfer_timeout=2.2, max_entries_per_batch=8)
+    reader = create_engine("mooncake", transfer_timeout=2.2)
+    assert os.environ["MC_TRANSFER_TIMEOUT"] == "3"
+    assert writer.session != reader.session
+    assert all(engine.session.startswith("127.0.0.1:") for engine in (writer, reader))
+
+    size = MEGABYTES << 20
+    source = np.arange(size, dtype=np.uint32).view(np.uint8)[:size].copy()
+    target = np.zeros(size, np.uint8)
+    here, there = int(source.ctypes.data), int(target.ctypes.data)
+    refused(RegionError, "source block 0 of 1", writer.submit, reader.session, batch((here, there, 64)))
+    writer.register(here, size)
+    refused(RegionError, "overlaps", writer.register, here + 4096, 4096)
+    reader.register(there, size - 4096)
+    refused(
+        RegionError,
+        "source block 1 of 2",
+        writer.submit,
+        reader.session,
+        batch((here, there, 8), (here + size - 8, there, 9)),
+    )
+    refused(EngineError, "the engine takes 8", writer.submit, reader.session, batch(*[(here, there, 1)] * 9))
+
+    assert end(writer, writer.submit(reader.session, batch((here + 5, there + 100, 1000), (here, there, 64)))) is None
+    assert (target[100:1100] == source[5:1005]).all()
+    assert (target[:64] == source[:64]).all()
+    assert not target[1100:].any()
+    error = end(writer, writer.submit(reader.session, batch((here, there + size - 4096 - 8, 64))))
+    assert error is not None and "mooncake code -1" in error and "64 bytes" in error, error
+    error = end(writer, writer.submit("127.0.0.1:9", batch((here, there, 64))))
+    assert error is not None and "127.0.0.1:9" in error, error
+
+    started = time.monotonic()
+    running = writer.submit(reader.session, batch((here, there, size - 4096)))
+    waiting = writer.submit(reader.session, batch((here, there, 64)))
+    assert time.monotonic() - started < 0.05, "submit waited"
+    writer.cancel(waiting)
+    assert end(writer, waiting) == "cancelled"
+    assert end(writer, running) is None
+    writer.cancel(running)
+    assert writer.poll(running).state is TransferState.DONE
+
+    reader.register(there, size - 4096)
+    reader.unregister(there)
+    assert end(writer, writer.submit(reader.session, batch((here, there, 64)))) is None
+    reader.unregister(there)
+    assert end(writer, writer.submit(reader.session, batch((here, there, 64)))) is not None
+    refused(RegionError, "no registered region", reader.unregister, there)
+
+    for engine in (writer, reader):
+        engine.close()
+        engine.close()
+        engine.unregister(here)
+        refused(EngineError, "is closed", engine.register, here, size)
+    refused(EngineError, "", writer.submit, reader.session, batch((here, there, 64)))
+    assert not [thread for thread in threading.enumerate() if "mooncake" in thread.name]
+    print("as it should be", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""One prefill or decode process for the process tests: reads commands as JSON lines, answers with JSON lines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from transfer_memory import RankMemory, make_layout, stages, whole
+
+import kv_transfer as kt
+
+STAGES = 2
+PAGES = 17
+TIMEOUTS = kt.Timeouts(
+    handshake=20,
+    offer=10,
+    transfer=30,
+    heartbeat_interval=0.1,
+    peer_lost_after=1.5,
+    dead_writer_grace=0.5,
+    drain=2,
+)
+Answer = dict[str, Any]
+
+
+class Node:
+    """Commands are the public methods; a `TransferError` becomes an answer."""
+
+    def __init__(self, memory: RankMemory, engine: str) -> None:
+        options = {"transfer_timeout": 3.0, "max_entries_per_batch": 64} if engine == "mooncake" else {}
+        self.memory = memory
+        self.engine = kt.create_engine(engine, **options)
+
+    def faults(self, moved: list[tuple[int, int]], stages: list[int]) -> Answer:
+        names = [name for name in self.memory.names if name[2] // 2 in stages]
+        return {"faults": self.memory.faults(dict(moved), names=names)}
+
+    def wipe(self, pages: list[int]) -> Answer:
+        self.memory.wipe(pages)
+        return {}
+
+
+class Decode(Node):
+    def __init__(self, engine: str, bind: str) -> None:
+        super().__init__(whole(_layout(), pages=PAGES), engine)
+        self.receiver = kt.Receiver(
+            self.memory.manifest, self.engine, bind=bind, prefill_ranks=STAGES, timeouts=TIMEOUTS
+        )
+        self.sessions: dict[int, kt.ReceiverSession] = {}
+
+    def endpoint(self) -> Answer:
+        return {"endpoint": self.receiver.endpoint}
+
+    def ready(self) -> Answer:
+        self.receiver.wait_ready()
+        return {}
+
+    def open(self, room: int, pages: list[int]) -> Answer:
+        self.sessions[room] = self.receiver.open(room, pages)
+        return {"generation": self.sessions[room].generation}
+
+    def wait(self, room: int) -> Answer:
+        result = self.sessions[room].wait(20)
+        return {"nbytes": result.nbytes, "metadata": {str(rank): dict(data) for rank, data in result.metadata.items()}}
+
+    def released(self, room: int, seconds: float) -> Answer:
+        return {"released": self.sessions[room].wait_released(seconds), "state": self.sessions[room].state.value}
+
+    def abort(self, room: int, reason: str) -> Answer:
+        self.sessions[room].abort(reason)
+        return {}
+
+    def close(self) -> None:
+        self.receiver.close()
+        self.engine.close()
+
+
+class Prefill(Node):
+    def __init__(self, engine: str, stage: int, endpoint: str) -> None:
+        super().__init__(stages(_layout(), STAGES, pages=PAGES)[stage], engine)
+        self.sender = kt.Sender(self.memory.manifest, self.engine, endpoint=endpoint, timeouts=TIMEOUTS)
+        self.sessions: dict[int, kt.SenderSession] = {}
+
+    def connect(self) -> Answer:
+        self.sender.connect()
+        return {}
+
+    def open(self, room: int) -> Answer:
+        self.sessions[room] = self.sender.open(room)
+        return {"pages": self.sessions[room].pages}
+
+    def send(self, room: int, pages: list[int], start: int) -> Answer:
+        self.sessions[room].send(pages, start=start)
+        return {}
+
+    def finish(self, room: int, metadata: dict[str, Any]) -> Answer:
+        self.sessions[room].finish(metadata)
+        return {"state": self.sessions[room].state.value}
+
+    def wait(self, room: int) -> Answer:
+        self.sessions[room].wait(20)
+        return {}
+
+    def released(self, room: int) -> Answer:
+        return {"released": self.sessions[room].pages_released, "state": self.sessions[room].state.value}
+
+    def abort(self, room: int, reason: str) -> Answer:
+        self.sessions[room].abort(reason)
+        return {}
+
+    def close(self) -> None:
+        self.sender.close()
+        self.engine.close()
+
+
+def _layout() -> Any:
+    return make_layout(page_size=128, layers=4, heads=8, key_dims=64, value_dims=48)
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    role = options.pop("role")
+    node: Decode | Prefill = Decode(**options) if role == "decode" else Prefill(**options)
+    print(json.dumps({"up": True}), flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        call: Callable[..., Answer] = getattr(node, command.pop("do"))
+        try:
+            answer = call(**command)
+        except kt.TransferError as error:
+            answer = {"error": type(error).__name__, "text": str(error)}
+        print(json.dumps(answer), flush=True)
+    node.close()
+
+
+if __name__ == "__main__":
+    main()

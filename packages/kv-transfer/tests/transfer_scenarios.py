@@ -1,0 +1,252 @@
+"""Scenarios over real processes: run as `python transfer_scenarios.py NAME ENGINE`, inside the loopback-only namespace where possible.
+
+Each starts two prefill processes and a decode process, and exits with 0 when everything was as it should be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+NODE = Path(__file__).with_name("transfer_node.py")
+SOURCES = {0: [3, 8, 1, 5, 2], 1: [6, 1, 9, 4, 15]}
+PAGES = [7, 2, 9, 4, 11]
+BIG = list(range(1, 17))
+
+
+class Process:
+    """A node: `call` sends a command and returns its answer."""
+
+    def __init__(self, **options: object) -> None:
+        self.popen = subprocess.Popen(
+            [sys.executable, str(NODE), json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def up(self) -> Process:
+        assert self._answer() == {"up": True}
+        return self
+
+    def begin(self, do: str, **arguments: object) -> None:
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self.popen.stdin.flush()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.popen.stdout is not None
+        line = self.popen.stdout.readline()
+        assert line, f"the process ended with {self.popen.wait()}"
+        answer = json.loads(line)
+        assert isinstance(answer, dict)
+        return answer
+
+    def end(self) -> dict[str, Any]:
+        return self._answer()
+
+    def call(self, do: str, **arguments: object) -> dict[str, Any]:
+        self.begin(do, **arguments)
+        return self._answer()
+
+    def ok(self, do: str, **arguments: object) -> dict[str, Any]:
+        answer = self.call(do, **arguments)
+        assert "error" not in answer, answer
+        return answer
+
+    def signal(self, number: signal.Signals) -> None:
+        self.popen.send_signal(number)
+
+    def kill(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+
+    def leave(self) -> int:
+        assert self.popen.stdin is not None
+        self.popen.stdin.close()
+        return self.popen.wait(20)
+
+
+class Cluster:
+    """Two prefill stages and one decode rank, connected."""
+
+    def __init__(self, engine: str, keep: contextlib.ExitStack) -> None:
+        self.engine = engine
+        self._keep = keep
+        self.decode = self.start(role="decode", engine=engine, bind="tcp://127.0.0.1:0").up()
+        self.endpoint = self.decode.ok("endpoint")["endpoint"]
+        self.prefill = [self.start_stage(stage) for stage in SOURCES]
+        for process in self.prefill:
+            process.up().ok("connect")
+        self.decode.ok("ready")
+
+    def start(self, **options: object) -> Process:
+        process = Process(**options)
+        self._keep.callback(process.kill)
+        return process
+
+    def start_stage(self, stage: int) -> Process:
+        return self.start(role="prefill", engine=self.engine, stage=stage, endpoint=self.endpoint)
+
+    def serve(self, room: int, stages: tuple[int, ...] = (0, 1)) -> None:
+        """One room, chunked and permuted, with every byte checked."""
+        self.decode.ok("wipe", pages=BIG)
+        self.decode.ok("open", room=room, pages=PAGES)
+        for stage in stages:
+            process, source = self.prefill[stage], SOURCES[stage]
+            assert process.ok("open", room=room)["pages"] == len(PAGES)
+            process.ok("send", room=room, pages=source[:2], start=0)
+            process.ok("send", room=room, pages=source[2:], start=2)
+            assert process.ok("finish", room=room, metadata={"stage": stage})["state"] == "finished"
+        result = self.decode.ok("wait", room=room)
+        assert result["metadata"] == {f"pp{stage} tp0": {"stage": stage} for stage in SOURCES}
+        for stage in stages:
+            moved = list(zip(PAGES, SOURCES[stage], strict=True))
+            faults = self.decode.ok("faults", moved=moved, stages=[stage])["faults"]
+            assert [fault for fault in faults if f", {2 * stage})" in fault or f", {2 * stage + 1})" in fault] == []
+            assert not any("outside" in fault for fault in faults)
+
+    def begin_room(self, room: int) -> None:
+        """A room whose sixteen pages every stage is about to send."""
+        self.decode.ok("open", room=room, pages=BIG)
+        for process in self.prefill:
+            process.ok("open", room=room)
+
+
+@contextlib.contextmanager
+def soon(seconds: float, what: str) -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    took = time.monotonic() - started
+    print(f"{what}: {took:.2f} s", flush=True)
+    assert took < seconds, f"{what} took {took:.2f} s"
+
+
+def exact(cluster: Cluster) -> None:
+    for room in (0, 1, 2**63 - 1):
+        cluster.serve(room)
+    for process in (*cluster.prefill, cluster.decode):
+        assert process.leave() == 0
+
+
+def aborts(cluster: Cluster) -> None:
+    cluster.begin_room(1)
+    for process in cluster.prefill:
+        process.ok("send", room=1, pages=BIG, start=0)
+    cluster.decode.ok("abort", room=1, reason="client went away")
+    answer = cluster.decode.call("wait", room=1)
+    assert (answer["error"], "client went away" in answer["text"]) == ("TransferAborted", True), answer
+    assert cluster.decode.ok("released", room=1, seconds=10) == {"released": True, "state": "aborted"}
+    cluster.decode.ok("wipe", pages=BIG)
+    for process in cluster.prefill:
+        answer = process.call("finish", room=1, metadata={})
+        assert (answer["error"], "client went away" in answer["text"]) == ("TransferAborted", True), answer
+    time.sleep(0.3)
+    assert cluster.decode.ok("faults", moved=[], stages=[0, 1])["faults"] == []
+    cluster.begin_room(1)
+    cluster.prefill[0].ok("send", room=1, pages=BIG, start=0)
+    cluster.prefill[0].ok("abort", room=1, reason="prompt too long")
+    answer = cluster.decode.call("wait", room=1)
+    assert (answer["error"], "pp0 tp0: " in answer["text"], "prompt too long" in answer["text"]) == (
+        "TransferAborted",
+        True,
+        True,
+    )
+    answer = cluster.prefill[1].call("wait", room=1)
+    assert "prompt too long" in answer["text"], answer
+    assert cluster.decode.ok("released", room=1, seconds=10)["released"]
+    cluster.serve(1)
+
+
+def receiver_killed(cluster: Cluster) -> None:
+    """In the middle of a write; then a new one listens at the same address and the senders serve on."""
+    cluster.begin_room(0)
+    cluster.decode.signal(signal.SIGSTOP)
+    for process in cluster.prefill:
+        process.ok("send", room=0, pages=BIG, start=0)
+    time.sleep(0.2)
+    cluster.decode.kill()
+    with soon(5, "senders know that the receiver is dead"):
+        for process in cluster.prefill:
+            answer = process.call("wait", room=0)
+            assert answer["error"] == "PeerLost", answer
+    for process in cluster.prefill:
+        assert process.call("open", room=1)["error"] == "PeerLost"
+    cluster.decode = cluster.start(role="decode", engine=cluster.engine, bind=cluster.endpoint).up()
+    for process in cluster.prefill:
+        process.ok("connect")
+    cluster.decode.ok("ready")
+    cluster.serve(0)
+
+
+def sender_killed(cluster: Cluster) -> None:
+    """One stage in the middle of a write; then it is started again and the same room number works."""
+    cluster.begin_room(0)
+    cluster.decode.signal(signal.SIGSTOP)
+    cluster.prefill[0].ok("send", room=0, pages=BIG, start=0)
+    time.sleep(0.2)
+    cluster.prefill[0].kill()
+    cluster.decode.signal(signal.SIGCONT)
+    with soon(5, "the receiver knows that a sender is dead"):
+        answer = cluster.decode.call("wait", room=0)
+        assert (answer["error"], "pp0 tp0 is lost" in answer["text"]) == ("PeerLost", True), answer
+    answer = cluster.prefill[1].call("wait", room=0)
+    assert "pp0 tp0 is lost" in answer["text"], answer
+    assert cluster.decode.call("open", room=9, pages=[1])["error"] == "PeerLost"
+    with soon(5, "its pages are released"):
+        assert cluster.decode.ok("released", room=0, seconds=10)["released"]
+    cluster.decode.ok("wipe", pages=BIG)
+    time.sleep(0.3)
+    assert cluster.decode.ok("faults", moved=[], stages=[0, 1])["faults"] == []
+    cluster.prefill[0] = cluster.start_stage(0).up()
+    cluster.prefill[0].ok("connect")
+    cluster.decode.ok("ready")
+    cluster.serve(0)
+
+
+def stopped(cluster: Cluster) -> None:
+    """SIGSTOP is not death: pages stay held until the writer wakes up and answers."""
+    cluster.begin_room(0)
+    cluster.prefill[1].signal(signal.SIGSTOP)
+    with soon(6, "the receiver takes a stopped sender for lost"):
+        answer = cluster.decode.call("wait", room=0)
+        assert (answer["error"], "pp1 tp0 is lost: silent" in answer["text"]) == ("PeerLost", True), answer
+    assert cluster.decode.ok("released", room=0, seconds=1.0) == {"released": False, "state": "aborting"}
+    cluster.prefill[1].signal(signal.SIGCONT)
+    assert cluster.decode.ok("released", room=0, seconds=10)["released"]
+    assert cluster.prefill[1].call("wait", room=0)["error"] in ("PeerLost", "TransferAborted")
+    assert cluster.prefill[1].call("open", room=1)["error"] == "PeerLost"
+    cluster.prefill[1].ok("connect")
+    cluster.decode.ok("ready")
+    cluster.serve(0)
+    cluster.begin_room(3)
+    cluster.decode.signal(signal.SIGSTOP)
+    cluster.prefill[0].ok("send", room=3, pages=BIG, start=0)
+    with soon(6, "a sender takes a stopped receiver for lost"):
+        answer = cluster.prefill[0].call("wait", room=3)
+        assert (answer["error"], "silent" in answer["text"]) == ("PeerLost", True), answer
+    with soon(8, "its engine gives up"):
+        while not cluster.prefill[0].ok("released", room=3)["released"]:
+            time.sleep(0.05)
+
+
+SCENARIOS: dict[str, Callable[[Cluster], None]] = {
+    scenario.__name__: scenario for scenario in (exact, aborts, receiver_killed, sender_killed, stopped)
+}
+
+
+def main(name: str, engine: str) -> None:
+    with contextlib.ExitStack() as keep:
+        SCENARIOS[name](Cluster(engine, keep))
+    print("as it should be", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,157 @@
+"""Owns the choice of a backend: for an op and a device, one eligible backend or an error that lists all with reasons.
+
+Backends are named by import string and imported only when loaded. It does not own what an op means.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from spec_kernels.capabilities import Capabilities, detect, parse_version
+from spec_kernels.errors import BackendError, UnknownOp
+
+__all__ = ["BackendName", "BackendStatus", "backends", "choose", "load", "ops"]
+
+BackendName: TypeAlias = Literal["native", "triton", "npu"]
+
+_PREFERENCE: tuple[BackendName, ...] = ("npu", "triton", "native")
+
+
+@dataclass(frozen=True)
+class _Backend:
+    target: str
+    device_types: tuple[str, ...] | None = None
+    torch_npu: str | None = None
+
+
+# The least torch_npu version is the oldest whose operator schema was checked.
+_OPS: dict[str, dict[BackendName, _Backend]] = {
+    "paged_attention": {
+        "native": _Backend("spec_kernels.native.attention:run"),
+        "npu": _Backend("spec_kernels.npu.attention:run", ("npu",), torch_npu="2.12.0"),
+    },
+    "fill_draft_extend_buffers": {"native": _Backend("spec_kernels.native.draft_extend:run")},
+}
+
+
+@dataclass(frozen=True)
+class BackendStatus:
+    """Whether a backend can serve an op on a device.
+
+    Attributes:
+        op: The op.
+        backend: The backend.
+        reason: Why it is not eligible; `None` when it is.
+    """
+
+    op: str
+    backend: BackendName
+    reason: str | None
+
+    @property
+    def eligible(self) -> bool:
+        """Whether the backend can be chosen."""
+        return self.reason is None
+
+    def __str__(self) -> str:
+        return f"{self.op} on {self.backend}: {self.reason or 'eligible'}"
+
+
+def ops() -> tuple[str, ...]:
+    """Return the names of all ops."""
+    return tuple(_OPS)
+
+
+def backends(
+    op: str, device: torch.device | str, *, capabilities: Capabilities | None = None
+) -> tuple[BackendStatus, ...]:
+    """Return the status of every backend for an op on a device, in order of preference.
+
+    Args:
+        op: Name of the op.
+        device: A device or its name; only its type matters.
+        capabilities: What the machine has; detected when `None`.
+
+    Raises:
+        UnknownOp: There is no such op.
+    """
+    table = _OPS.get(op)
+    if table is None:
+        raise UnknownOp(
+            "op",
+            given=op,
+            expected=f"one of {list(_OPS)}",
+            consequence="there is nothing to choose from",
+            remedy="check the name",
+        )
+    have = detect() if capabilities is None else capabilities
+    device_type = _device_type(device)
+    return tuple(BackendStatus(op, name, _reason(table.get(name), device_type, have)) for name in _PREFERENCE)
+
+
+def choose(
+    op: str,
+    device: torch.device | str,
+    backend: BackendName | None = None,
+    *,
+    capabilities: Capabilities | None = None,
+) -> BackendName:
+    """Return the backend that serves an op on a device.
+
+    Args:
+        op: Name of the op.
+        device: A device or its name; only its type matters.
+        backend: Insist on this one; `None` takes the first eligible of npu, triton, native.
+        capabilities: What the machine has; detected when `None`.
+
+    Raises:
+        UnknownOp: There is no such op.
+        BackendError: The backend is not eligible; the text lists the eligible ones and every reason.
+    """
+    return _choose(op, _device_type(device), backend, detect() if capabilities is None else capabilities)
+
+
+@lru_cache(maxsize=256)
+def _choose(op: str, device_type: str, backend: BackendName | None, capabilities: Capabilities) -> BackendName:
+    statuses = backends(op, device_type, capabilities=capabilities)
+    eligible = [status.backend for status in statuses if status.eligible]
+    if backend is None and eligible:
+        return eligible[0]
+    if backend is not None and backend in eligible:
+        return backend
+    raise BackendError(
+        "backend",
+        given=backend,
+        expected=f"one of {eligible} for {op} on {device_type}",
+        consequence="; ".join(str(status) for status in statuses if not status.eligible),
+        remedy="leave backend out to get the first eligible one",
+    )
+
+
+def _device_type(device: torch.device | str) -> str:
+    # A string is not turned into a device: torch knows "npu" only after torch_npu was imported.
+    return device.type if isinstance(device, torch.device) else device.partition(":")[0]
+
+
+def load(op: str, backend: BackendName) -> Any:
+    """Import and return the function behind a backend that `choose` returned."""
+    module, _, attribute = _OPS[op][backend].target.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def _reason(entry: _Backend | None, device_type: str, have: Capabilities) -> str | None:
+    if entry is None:
+        return "not in this version"
+    if entry.device_types is not None and device_type not in entry.device_types:
+        return f"serves {' and '.join(entry.device_types)} only"
+    if entry.torch_npu is not None:
+        if have.torch_npu is None:
+            return "torch_npu is not installed"
+        if parse_version(have.torch_npu) < parse_version(entry.torch_npu):
+            return f"needs torch_npu {entry.torch_npu}, found {have.torch_npu}"
+    return None

@@ -1,0 +1,151 @@
+"""Owns which calls torch_npu's fused infer attention documents as accepted, and the layout that follows; pure numbers.
+
+Sources: the docstrings of `npu_fused_infer_attention_score` and `..._v2` in torch_npu 2.12. On K and V of unequal width
+they disagree with themselves: paged K and V shall have one shape, yet TND takes 192 beside 128, BSND's mask rule speaks
+of unequal widths, and the output takes the width of V. So the pairs that TND names go through TND, and other pairs
+through BSND. It imports no torch_npu, so the rules are testable anywhere; it does not replace the operator's checks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from spec_kernels.errors import DtypeError, UnsupportedByOp
+
+__all__ = ["FiaPlan", "FiaShape", "plan_fia"]
+
+_INT32_MAX = 2**31 - 1
+_TND_WIDTHS = ((128, 128), (192, 128), (192, 192))
+
+
+@dataclass(frozen=True)
+class FiaShape:
+    """Sizes of one paged call.
+
+    Attributes:
+        rows: Requests.
+        width: Query tokens of each.
+        heads: Query heads.
+        kv_heads: KV heads.
+        dims: Head dim of Q and K.
+        value_dims: Head dim of V.
+        page_size: Tokens in a page.
+        pages: Pages in the cache.
+        dtype: Of query and caches.
+        longest: Longest KV length.
+        blocks: Pages that all requests need, a shared page counted once a request.
+    """
+
+    rows: int
+    width: int
+    heads: int
+    kv_heads: int
+    dims: int
+    value_dims: int
+    page_size: int
+    pages: int
+    dtype: torch.dtype
+    longest: int = 0
+    blocks: int = 0
+
+
+@dataclass(frozen=True)
+class FiaPlan:
+    """How to call the operator.
+
+    Attributes:
+        layout: `"BSND"`, or `"TND"` where K and V differ in width and TND takes the pair.
+        sparse_mode: 0 without a mask, 3 with the fixed 2048x2048 causal mask.
+    """
+
+    layout: Literal["BSND", "TND"]
+    sparse_mode: Literal[0, 3]
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether the causal mask must be passed."""
+        return self.sparse_mode == 3
+
+
+def plan_fia(shape: FiaShape, *, causal: bool) -> FiaPlan:
+    """Choose a layout that the operator accepts.
+
+    Args:
+        shape: Sizes of the call.
+        causal: Whether queries see only positions up to their own. One query token a row sees everything either way.
+
+    Raises:
+        DtypeError: The operator takes float16 and bfloat16 only.
+        UnsupportedByOp: No layout fits; the text says why for each.
+    """
+    if shape.dtype not in (torch.float16, torch.bfloat16):
+        raise DtypeError(
+            "query, key_cache, value_cache",
+            given=shape.dtype,
+            expected="torch.float16 or torch.bfloat16 on npu",
+            consequence="the device's operator refuses it",
+            remedy="cast the query, keep the cache in half precision, or pass backend='native'",
+        )
+    common = _common(shape)
+    reasons: dict[Literal["BSND", "TND"], list[str]] = {"BSND": common + _bsnd(shape), "TND": common + _tnd(shape)}
+    order: tuple[Literal["BSND", "TND"], ...] = ("BSND", "TND") if shape.dims == shape.value_dims else ("TND", "BSND")
+    for layout in order:
+        if not reasons[layout]:
+            return FiaPlan(layout, 3 if causal and shape.width > 1 else 0)
+    raise UnsupportedByOp(
+        "query, key_cache, value_cache",
+        given=shape,
+        expected="sizes that one of the operator's layouts accepts",
+        consequence="; ".join(f"{layout}: {', '.join(found)}" for layout, found in reasons.items()),
+        remedy="change the sizes, or pass backend='native'",
+    )
+
+
+def _common(shape: FiaShape) -> list[str]:
+    found = []
+    if shape.heads > 256 or shape.heads // shape.kv_heads > 64:
+        found.append(f"at most 256 heads and 64 a KV head, not {shape.heads} over {shape.kv_heads}")
+    if max(shape.dims, shape.value_dims) > 512:
+        found.append(f"head dims up to 512, not {max(shape.dims, shape.value_dims)}")
+    if shape.dims % 16 or shape.value_dims % 16:
+        found.append(f"head dims in multiples of 16, not {shape.dims} and {shape.value_dims}")
+    if shape.width == 1 and (shape.page_size % 16 or shape.page_size > 512):
+        found.append(f"pages of 16 to 512 tokens in multiples of 16, not {shape.page_size}")
+    if shape.width > 1 and (shape.page_size % 128 or not 128 <= shape.page_size <= 512):
+        found.append(f"pages of 128, 256, 384 or 512 tokens for more than one query token, not {shape.page_size}")
+    row = shape.kv_heads * max(shape.dims, shape.value_dims)
+    if row > 65535:
+        found.append(f"KV heads times dims up to 65535, not {row}")
+    if shape.width == 1 and shape.pages * shape.page_size * row > _INT32_MAX:
+        elements = shape.pages * shape.page_size * row
+        found.append(f"at most {_INT32_MAX} elements in a layer's cache for one query token, not {elements}")
+    if shape.blocks > shape.pages:
+        found.append(f"no more blocks over all requests than the cache has pages, {shape.blocks} over {shape.pages}")
+    return found
+
+
+def _bsnd(shape: FiaShape) -> list[str]:
+    found = []
+    if shape.rows > 65536:
+        found.append(f"at most 65536 rows, not {shape.rows}")
+    if shape.width > 1 and shape.heads * shape.dims >= 65535:
+        found.append(f"heads times dims below 65535, not {shape.heads * shape.dims}")
+    if shape.width == 1 and shape.longest > 262_144:
+        found.append(f"KV lengths up to 262144 for one query token, not {shape.longest}")
+    return found
+
+
+def _tnd(shape: FiaShape) -> list[str]:
+    found = []
+    if (shape.dims, shape.value_dims) not in _TND_WIDTHS:
+        found.append(f"widths out of {list(_TND_WIDTHS)}, not {(shape.dims, shape.value_dims)}")
+    if shape.dtype != torch.bfloat16:
+        found.append(f"bfloat16, not {shape.dtype}")
+    if shape.rows > 4096:
+        found.append(f"at most 4096 rows, not {shape.rows}")
+    if shape.rows * shape.width > 2**20:
+        found.append(f"at most {2**20} query tokens, not {shape.rows * shape.width}")
+    return found

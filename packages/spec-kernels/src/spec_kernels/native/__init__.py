@@ -1,0 +1,11 @@
+"""Owns the torch implementations, which run on any device and define what each op means.
+
+Importing it registers the custom operators; the package does so, because recorders and `torch.compile` look them up by
+name.
+"""
+
+from __future__ import annotations
+
+from spec_kernels.native import attention, draft_extend
+
+__all__ = ["attention", "draft_extend"]

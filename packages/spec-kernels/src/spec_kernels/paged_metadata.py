@@ -1,0 +1,260 @@
+"""Owns the description of a paged-attention batch: block table on the device, query and KV lengths on the host.
+
+KV lengths include this step's tokens; nobody adds a window to them later. Lengths are per request, never cumulative. It
+does not own pages, and it does not decide how many tokens a step has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from spec_kernels.errors import DtypeError, IndexWidthError, LengthError, MetadataError, TableCapacityError
+
+__all__ = ["PagedAttentionMetadata", "build_paged_metadata", "check_kv_lens"]
+
+IntList: TypeAlias = "Sequence[int] | npt.NDArray[Any] | torch.Tensor"
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, eq=False)
+class PagedAttentionMetadata:
+    """One batch of paged attention.
+
+    Attributes:
+        block_table: Pages of each request in token order, padded with page 0. Shape: [rows, columns]; dtype int32; on
+            the device of the query.
+        q_lens: Query tokens of each request.
+        kv_lens: KV tokens of each request, this step's included; 0 marks a padded row.
+    """
+
+    block_table: torch.Tensor
+    q_lens: list[int]
+    kv_lens: list[int]
+
+
+def build_paged_metadata(
+    pages: Sequence[IntList] | npt.NDArray[Any] | torch.Tensor,
+    q_lens: IntList,
+    kv_lens: IntList,
+    *,
+    page_size: int,
+    rows: int | None = None,
+    columns: int | None = None,
+    pad_q_len: int | None = None,
+    device: torch.device | str = "cpu",
+) -> PagedAttentionMetadata:
+    """Describe a batch from page lists or from rows of a block table.
+
+    Padding: rows from the number of requests up to `rows` have a table of zeros, `pad_q_len` query tokens and KV length
+        0. A
+    request with KV length 0 is treated the same.
+
+    Args:
+        pages: One page list a request, or a 2-D integer array or tensor with one table row a request. Never mutated. A
+            tensor on a device is taken as it is and must be int32: reading its values would wait for the device.
+        q_lens: Query tokens a request. Never mutated.
+        kv_lens: KV tokens a request, this step's included. Never mutated.
+        page_size: Tokens in a page.
+        rows: Rows to pad to; the number of requests when `None`.
+        columns: Width of the table; that of the longest list when `None`.
+        pad_q_len: Query tokens of a padded row; the largest of `q_lens` when `None`, or 1 for an empty batch.
+        device: Where the table goes.
+
+    Returns:
+        The metadata; its lists are new ones.
+
+    Raises:
+        LengthError: A length is negative, or a request has more query than KV tokens.
+        TableCapacityError: A KV length exceeds the request's pages, or pages exceed the columns.
+        MetadataError: Numbers of requests differ, exceed `rows`, or a page in use is reserved or negative.
+        IndexWidthError: A page id does not fit int32.
+        DtypeError: Ids or lengths are not integers, or a device table is not int32.
+    """
+    queries, lengths = _lengths("q_lens", q_lens), _lengths("kv_lens", kv_lens)
+    count = len(pages)
+    if not count == len(queries) == len(lengths):
+        raise MetadataError(
+            "pages, q_lens, kv_lens",
+            given=(count, len(queries), len(lengths)),
+            expected="three equal numbers of requests",
+            consequence="a request would attend to another's pages",
+            remedy="pass one entry a request in each",
+        )
+    height = count if rows is None else rows
+    if height < count:
+        raise MetadataError(
+            "rows",
+            given=height,
+            expected=f"at least {count} requests",
+            consequence="requests would be dropped",
+            remedy="pick a larger bucket",
+        )
+    for index, (query, length) in enumerate(zip(queries, lengths, strict=True)):
+        if length and query > length:
+            raise LengthError(
+                f"q_lens[{index}]",
+                given=query,
+                expected=f"at most kv_lens[{index}] = {length}",
+                consequence="the first queries would stand before the request's start",
+                remedy="KV lengths include this step's tokens",
+            )
+    pad = pad_q_len if pad_q_len is not None else max(queries, default=1)
+    if isinstance(pages, torch.Tensor) and pages.device.type != "cpu":
+        table = _device_table(pages, height, columns)
+        capacities = [int(pages.shape[1])] * count
+    else:
+        array, capacities = _host_table(pages, lengths, page_size, height, columns)
+        table = torch.from_numpy(array)
+    for index, (length, held) in enumerate(zip(lengths, capacities, strict=True)):
+        _check_capacity(f"kv_lens[{index}]", length, held, page_size)
+    return PagedAttentionMetadata(
+        table.to(device), queries + [pad] * (height - count), lengths + [0] * (height - count)
+    )
+
+
+def check_kv_lens(kv_lens: Sequence[int], *, columns: int, page_size: int, q_len: int) -> None:
+    """Check host lengths against a table's width, as before the replay of a captured graph.
+
+    Args:
+        kv_lens: KV tokens a row; 0 marks a padded row.
+        columns: Columns of the block table.
+        page_size: Tokens in a page.
+        q_len: Query tokens of each row.
+
+    Raises:
+        LengthError: A length is negative, or shorter than the query in a live row.
+        TableCapacityError: A length exceeds `columns * page_size`.
+    """
+    for index, length in enumerate(kv_lens):
+        if length < 0 or 0 < length < q_len:
+            raise LengthError(
+                f"kv_lens[{index}]",
+                given=length,
+                expected=f"0 for a padded row, or at least the {q_len} query tokens",
+                consequence="queries would stand before the request's start",
+                remedy="KV lengths include this step's tokens",
+            )
+        _check_capacity(f"kv_lens[{index}]", length, columns, page_size)
+
+
+def _check_capacity(name: str, length: int, held: int, page_size: int) -> None:
+    if length > held * page_size:
+        raise TableCapacityError(
+            name,
+            given=length,
+            expected=f"at most {held * page_size} ({held} pages of {page_size})",
+            consequence="the op would read page ids beyond the request's row",
+            remedy="allocate a page, or end the request at its length limit",
+        )
+
+
+def _lengths(name: str, values: IntList) -> list[int]:
+    if isinstance(values, torch.Tensor) and values.device.type != "cpu":
+        raise DtypeError(
+            name,
+            given=f"a tensor on {values.device}",
+            expected="host integers",
+            consequence="reading it would wait for the device",
+            remedy="keep a host copy of the lengths",
+        )
+    array = _integers(name, values)
+    if array.ndim != 1:
+        raise MetadataError(
+            name,
+            given=f"shape {array.shape}",
+            expected="one length a request",
+            consequence="lengths could not be assigned",
+            remedy="flatten it",
+        )
+    if array.size and int(array.min()) < 0:
+        raise LengthError(
+            name,
+            given=int(array.min()),
+            expected="0 or more",
+            consequence="a negative length addresses memory before the cache",
+            remedy="clamp local lengths at 0 where they are computed",
+        )
+    return [int(value) for value in array]
+
+
+def _integers(name: str, values: Any) -> npt.NDArray[np.int64]:
+    array = values.numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    if array.size == 0 and not isinstance(values, (np.ndarray, torch.Tensor)):
+        return np.zeros(0, dtype=np.int64)
+    if array.dtype.kind not in "iu":
+        raise DtypeError(
+            name,
+            given=array.dtype,
+            expected="int32 or int64",
+            consequence="a rounded id names another page",
+            remedy="pass integers",
+        )
+    converted: npt.NDArray[np.int64] = array.astype(np.int64)
+    return converted
+
+
+def _device_table(pages: torch.Tensor, height: int, columns: int | None) -> torch.Tensor:
+    if pages.ndim != 2 or pages.dtype != torch.int32:
+        raise DtypeError(
+            "pages",
+            given=f"{pages.dtype} of shape {tuple(pages.shape)} on {pages.device}",
+            expected="int32 of shape [requests, columns]",
+            consequence="narrowing on the device would wrap large ids unseen",
+            remedy="keep block tables in int32",
+        )
+    count, held = pages.shape
+    width = held if columns is None else columns
+    _check_columns("pages", held, width)
+    if (height, width) == (count, held):
+        return pages
+    table = torch.zeros((height, width), dtype=torch.int32, device=pages.device)
+    table[:count, :held] = pages
+    return table
+
+
+def _host_table(
+    pages: Any, lengths: list[int], page_size: int, height: int, columns: int | None
+) -> tuple[npt.NDArray[np.int32], list[int]]:
+    lists = [_integers(f"pages[{index}]", row) for index, row in enumerate(pages)]
+    width = max((row.size for row in lists), default=0) if columns is None else columns
+    table = np.zeros((height, width), dtype=np.int32)
+    for index, (row, length) in enumerate(zip(lists, lengths, strict=True)):
+        name = f"pages[{index}]"
+        _check_columns(name, row.size, width)
+        _check_capacity(f"kv_lens[{index}]", length, row.size, page_size)
+        used = row[: -(-length // page_size)]
+        if used.size and int(used.min()) < 1:
+            raise MetadataError(
+                name,
+                given=int(used.min()),
+                expected="page ids of at least 1",
+                consequence="page 0 holds what padded rows wrote, and -1 is no address",
+                remedy="pass pages that the allocator handed out; a padded row has KV length 0",
+            )
+        if row.size and (int(row.min()) < 0 or int(row.max()) > INT32_MAX):
+            raise IndexWidthError(
+                name,
+                given=(int(row.min()), int(row.max())),
+                expected=f"page ids in 0..{INT32_MAX}",
+                consequence="the id would wrap in the int32 table",
+                remedy="use a smaller pool or a larger page; pad with 0",
+            )
+        table[index, : row.size] = row
+    return table, [row.size for row in lists]
+
+
+def _check_columns(name: str, held: int, columns: int) -> None:
+    if held > columns:
+        raise TableCapacityError(
+            name,
+            given=f"{held} pages",
+            expected=f"at most {columns} columns",
+            consequence="the request's last tokens would have no entry",
+            remedy="widen the table, or end the request at its length limit",
+        )

@@ -1,0 +1,129 @@
+"""Owns what the kernel tests share: the plain-loop reference, the case builder, and the check of every backend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import spec_kernels as sk
+import torch
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+def attention_loop(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    pages: Sequence[Sequence[int]],
+    kv_lens: Sequence[int],
+    *,
+    scale: float,
+    causal: bool,
+) -> torch.Tensor:
+    """The meaning of paged attention, said once more: one query, one head, one position at a time, in float64."""
+    rows, width, heads, _ = query.shape
+    _, page_size, kv_heads, value_dims = value_cache.shape
+    out = torch.zeros(rows, width, heads, value_dims, dtype=torch.float64)
+    for row in range(rows):
+        for token in range(width if kv_lens[row] else 0):
+            last = kv_lens[row] - width + token if causal else kv_lens[row] - 1
+            places = [(pages[row][p // page_size], p % page_size) for p in range(last + 1)]
+            for head in range(heads):
+                kv_head = head // (heads // kv_heads)
+                vector = query[row, token, head].double()
+                scores = [float(vector @ key_cache[page, slot, kv_head].double()) * scale for page, slot in places]
+                top = max(scores)
+                weights = [math.exp(score - top) for score in scores]
+                for weight, (page, slot) in zip(weights, places, strict=True):
+                    share = weight / sum(weights)
+                    out[row, token, head] += share * value_cache[page, slot, kv_head].double()
+    return out
+
+
+class AttentionCase:
+    """A batch over permuted pages; unused pages and slots hold large numbers, so that reading one shows."""
+
+    def __init__(
+        self,
+        *,
+        kv_lens: Sequence[int],
+        width: int,
+        heads: int,
+        kv_heads: int,
+        dims: int,
+        value_dims: int,
+        page_size: int,
+        dtype: torch.dtype,
+        seed: int = 0,
+    ) -> None:
+        random = torch.Generator().manual_seed(seed)
+        counts = [-(-length // page_size) for length in kv_lens]
+        total = sum(counts) + 3
+        order = (torch.randperm(total - 1, generator=random) + 1).tolist()
+        self.kv_lens, self.width, self.page_size, self.scale = list(kv_lens), width, page_size, dims**-0.5
+        self.pages: list[list[int]] = []
+        for count in counts:
+            self.pages.append(order[:count])
+            order = order[count:]
+        self.query = torch.randn(len(kv_lens), width, heads, dims, generator=random).to(dtype)
+        self.key = torch.full((total, page_size, kv_heads, dims), 300.0).to(dtype)
+        self.value = torch.full((total, page_size, kv_heads, value_dims), -300.0).to(dtype)
+        for row, length in enumerate(kv_lens):
+            for position in range(length):
+                page, slot = self.pages[row][position // page_size], position % page_size
+                self.key[page, slot] = torch.randn(kv_heads, dims, generator=random).to(dtype)
+                self.value[page, slot] = torch.randn(kv_heads, value_dims, generator=random).to(dtype)
+
+    def metadata(self, device: str, *, columns: int | None = None) -> sk.PagedAttentionMetadata:
+        widths = [self.width] * len(self.kv_lens)
+        return sk.build_paged_metadata(
+            self.pages, [min(w, n) if n else w for w, n in zip(widths, self.kv_lens, strict=True)], self.kv_lens,
+            page_size=self.page_size, columns=columns, device=device,
+        )  # fmt: skip
+
+    def expected(self, *, causal: bool = True, kv_lens: Sequence[int] | None = None) -> torch.Tensor:
+        lengths = self.kv_lens if kv_lens is None else kv_lens
+        return attention_loop(self.query, self.key, self.value, self.pages, lengths, scale=self.scale, causal=causal)
+
+
+@pytest.fixture
+def attention_case() -> type[AttentionCase]:
+    """The builder of attention batches."""
+    return AttentionCase
+
+
+@pytest.fixture
+def check_attention() -> Callable[..., None]:
+    """A backend, on a device, equals the plain loop, and leaves its inputs alone."""
+
+    def check(case: AttentionCase, device: str, *, causal: bool = True, **options: Any) -> None:
+        inputs = [tensor.to(device) for tensor in (case.query, case.key, case.value)]
+        metadata = case.metadata(device)
+        lists = (list(metadata.q_lens), list(metadata.kv_lens))
+        options.update(scale=case.scale, page_size=case.page_size, causal=causal)
+        out = sk.paged_attention(inputs[0], inputs[1], inputs[2], metadata, **options)
+        assert out.dtype == case.query.dtype and str(out.device) == str(inputs[0].device)
+        assert_close(out, case.expected(causal=causal))
+        for row, length in enumerate(case.kv_lens):
+            assert length or not out[row].any()
+        for tensor, original in zip(inputs, (case.query, case.key, case.value), strict=True):
+            assert torch.equal(tensor.cpu(), original)
+        assert lists == (metadata.q_lens, metadata.kv_lens)
+
+    return check
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare with the tolerance of the dtype that was computed in."""
+    limit = TOLERANCE[found.dtype]
+    error = (found.detach().cpu().double() - expected).abs().max() if expected.numel() else torch.tensor(0.0)
+    assert found.shape == expected.shape and float(error) <= limit, f"error {float(error)} above {limit}"
+
+
+@pytest.fixture
+def close() -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Compare with the tolerance of the dtype that was computed in."""
+    return assert_close
