@@ -81,6 +81,12 @@ def _pytest(session: nox.Session, *paths: str | Path) -> None:
     session.run(*command, *map(str, paths), *session.posargs)
 
 
+def _mypy(session: nox.Session, folder: Path) -> None:
+    """Type-check one package; the path tells its conftest files apart and finds helpers beside the tests."""
+    search = ":".join(str(path) for path in (folder / "src", folder / "tests", folder))
+    session.run("mypy", str(folder / "src"), str(folder / "tests"), env={"MYPYPATH": search})
+
+
 @nox.session
 def tests(session: nox.Session) -> None:
     """All tests: the Rust core, every package on the CPU, and on the emulated NPU, and the end-to-end tests."""
@@ -116,7 +122,7 @@ def types(session: nox.Session) -> None:
     """Strict mypy over every package, the examples and the tests, and the planner's stubs against its extension."""
     _install(session, "demo", "test", "types")
     for name in PURE_PACKAGES:
-        session.run("mypy", f"packages/{name}/src", f"packages/{name}/tests")
+        _mypy(session, Path("packages") / name)
     session.run("mypy", "noxfile.py", "examples/disaggregated_serving", "tests")
     session.run("python", "-m", "mypy.stubtest", "kv_planner")
 
@@ -155,7 +161,7 @@ def local(session: nox.Session) -> None:
     for name in chosen or ("kv-planner", *PURE_PACKAGES):
         folder = PLANNER_SHELL if name == "kv-planner" else Path("packages") / name
         if name != "kv-planner":
-            session.run("mypy", str(folder / "src"), str(folder / "tests"))
+            _mypy(session, folder)
         session.run(
             "python", "-m", "kv_transfer.isolation", "--", "python", "-m", "pytest", "-q", str(folder / "tests")
         )

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from kv_transfer.isolation import network_status
+from kv_transfer.isolation import current_isolation
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -77,9 +77,11 @@ def run(
 ) -> None:
     """Serve a 135M-parameter model the disaggregated way on an emulated Ascend NPU, and check every token."""
     console = Console()
+    if not console.is_terminal:  # a log file: the table must not be cut
+        console = Console(width=120)
     signal.signal(signal.SIGTERM, _stop)
     began = time.monotonic()
-    console.print(f"network: {network_status()}")
+    console.print(f"network: {current_isolation()}")
     tokenizer = ChatTokenizer(open_gguf())
     prompts = [tokenizer.chat(prompt) for prompt in demo_prompts()]
     config = ServeConfig(new_tokens=new_tokens)

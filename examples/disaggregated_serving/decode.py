@@ -49,7 +49,7 @@ class Decoder:
     def __init__(self, setup: Setup) -> None:
         config, layer_ids = setup.config, list(range(setup.shape.layers))
         self.setup, self.config = setup, config
-        self.pool = MhaPool(setup.layout, size=config.decode_pool, device=setup.device)
+        self.pool = MhaPool(setup.layout, size=config.decode_pool, device=setup.device, zero=False)
         self.pages = PageAllocator(self.pool.num_pages, config.page_size)
         self.model = Stage(setup.weights(layer_ids), self.pool, device=setup.device, kv_dtype=KV_DTYPE)
         self.receiver = kv_transfer.Receiver(
@@ -60,23 +60,25 @@ class Decoder:
         )
         self.table_width = kv_planner.page_count(min(setup.shape.context, config.decode_pool), config.page_size)
         largest = max(config.buckets)
-        self.buffers = graph_runtime.StaticBuffers(
-            kv_planner.RowLayout(
-                [
-                    kv_planner.RowField("input_ids", "int64", rows=largest),
-                    kv_planner.RowField("positions", "int64", rows=largest),
-                    kv_planner.RowField("slots", "int64", rows=largest),
-                    kv_planner.RowField("block_table", "int32", rows=largest, width=self.table_width),
-                ]
-            ),
-            device=setup.device,
+        rows = kv_planner.RowLayout(
+            [
+                kv_planner.RowField("input_ids", "int64", rows=largest),
+                kv_planner.RowField("positions", "int64", rows=largest),
+                kv_planner.RowField("slots", "int64", rows=largest),
+                kv_planner.RowField("block_table", "int32", rows=largest, width=self.table_width),
+            ]
         )
+        keys = spec_kernels.paged_attention_update_keys("npu" if config.device == "npu" else "native")
+        options = {} if config.device == "npu" else {"updatable": {"spec_kernels::paged_attention": tuple(keys)}}
+        device = graph_runtime.get_device(str(setup.device), **options)
+        self.buffers = graph_runtime.StaticBuffers(rows, device)
         self.runner = graph_runtime.DecodeRunner(
-            device=graph_runtime.get_device(str(setup.device)),
+            device=device,
             forward=self._forward,
             buffers=self.buffers,
             buckets=graph_runtime.Buckets(config.buckets),
-            update=graph_runtime.UpdateSpec(spec_kernels.paged_attention_update_keys(setup.device)),
+            # The query length of every row is the window, 1: what was captured stays true.
+            update=graph_runtime.UpdateSpec(keys, constant=["actual_seq_qlen"]),
         )
         self.arriving: dict[int, _Running] = {}
         self.waiting: deque[_Running] = deque()
@@ -154,8 +156,8 @@ class Decoder:
     def counters(self) -> Counters:
         """What was counted over the run."""
         return Counters(
-            graph_replays=self.runner.graph_replays,
-            eager_steps=dict(self.runner.eager_steps),
+            graph_replays=self.runner.counters.graph_replays,
+            eager_steps={str(reason): count for reason, count in self.runner.counters.eager_steps.items()},
             steps_by_bucket=dict(self.steps),
             most_in_flight=self.most_in_flight,
         )

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .config import ROLES, Arrived, Connect, Connected, Counters, Emitted, Prefilled, Ready, Request, ServeConfig
+from .config import ROLES, Arrived, Connect, Connected, Counters, Emitted, Prefilled, Ready, Request, ServeConfig, Shutdown
 from .launcher import Workers
 
 if TYPE_CHECKING:
@@ -134,6 +134,7 @@ def serve(
                     left.discard(served.room)
             on_progress(served)
         seconds = time.monotonic() - began
-        workers.shutdown()
+        workers.send("decode", Shutdown())
         counters = next(message for _, message in events if isinstance(message, Counters))
+        workers.shutdown()
     return ServeResult(list(requests.values()), counters, ready["decode"].device, seconds)

@@ -126,8 +126,9 @@ class Workers:
 
     def shutdown(self, *, timeout: float = 10.0) -> None:
         """Ask all workers to leave and wait for them."""
-        for role in self._workers:
-            self.send(role, Shutdown())
+        for role, worker in self._workers.items():
+            if worker.process.poll() is None:
+                self.send(role, Shutdown())
         deadline = time.monotonic() + timeout
         for worker in self._workers.values():
             with contextlib.suppress(subprocess.TimeoutExpired):

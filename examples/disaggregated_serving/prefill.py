@@ -53,6 +53,7 @@ class PrefillStage:
             device=setup.device,
             layer_ids=layer_ids,
             placement=kv_planner.Placement(pp_rank=stage, pp_size=STAGES),
+            zero=False,  # the emulated device then reports attention over a slot that nobody wrote
         )
         self.pages = PageAllocator(self.pool.num_pages, setup.config.page_size)
         self.model = Stage(setup.weights(layer_ids), self.pool, device=setup.device, kv_dtype=KV_DTYPE)

@@ -150,7 +150,7 @@ def main(role: Role, address: str, config_text: str) -> int:
     _die_with_parent(os.getppid())
     config = ServeConfig.model_validate_json(config_text)
     link = Link(address)
-    torch.set_num_threads(1 if role != "decode" else 2)
+    torch.set_num_threads(1)  # three processes share the machine: threads that spin at barriers cost ten times more
     try:
         with torch.inference_mode():
             setup = prepare(config)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 LAYERS, STAGES, PAGE, HEADS, KEY_DIM, VALUE_DIM, POOL_PAGES = 5, 2, 16, 3, 8, 6, 12
 LAYOUT = kv_planner.ModelLayout(
     [
-        kv_planner.ComponentSpec("key", layer_ids=range(LAYERS), dtype="int32", total_heads=HEADS, dims=KEY_DIM),
-        kv_planner.ComponentSpec("value", layer_ids=range(LAYERS), dtype="int32", total_heads=HEADS, dims=VALUE_DIM),
+        kv_planner.ComponentSpec("key", layer_ids=range(LAYERS), dtype="float32", total_heads=HEADS, dims=KEY_DIM),
+        kv_planner.ComponentSpec("value", layer_ids=range(LAYERS), dtype="float32", total_heads=HEADS, dims=VALUE_DIM),
     ],
     page_size=PAGE,
     fingerprint="labelled",
@@ -36,7 +36,7 @@ SENTINEL = -7
 def labels(component: int, layer: int, page: int, dims: int) -> torch.Tensor:
     """One page of labels, each different from every other in the test."""
     base = ((component * LAYERS + layer) * POOL_PAGES + page) * PAGE * HEADS * max(KEY_DIM, VALUE_DIM)
-    return torch.arange(PAGE * HEADS * dims, dtype=torch.int32).view(PAGE, HEADS, dims) + base
+    return torch.arange(PAGE * HEADS * dims, dtype=torch.float32).view(PAGE, HEADS, dims) + base
 
 
 def stage_pool(stage: int) -> MhaPool:

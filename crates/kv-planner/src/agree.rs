@@ -118,8 +118,7 @@ impl Agreement {
         common: HeadRange,
     ) -> Vec<HeadRange> {
         let ranges = self.local.holds(local_index, name).chain(self.remote.holds(remote_index, name));
-        let mut cuts: BTreeSet<u64> = ranges.flat_map(|(_, range)| [range.0, range.1]).collect();
-        cuts.extend([common.0, common.1]);
+        let cuts: BTreeSet<u64> = ranges.flat_map(|(_, range)| [range.0, range.1]).collect();
         let cuts: Vec<u64> = cuts.range(common.0..=common.1).copied().collect();
         let from_rank = self.local.manifests()[local_index].placement.tp_rank;
         let to_rank = self.remote.manifests()[remote_index].placement.tp_rank;

@@ -3,7 +3,7 @@
 //! Python: a plan is data, and nothing here reads or writes through an address.
 //!
 //! The order of use is [`ModelLayout`] → [`RankManifest`] → [`Deployment`] →
-//! [`agree`] → [`Route`] × [`Runs`] = [`Plan`] → [`lower`].
+//! [`agree()`] → [`Route`] × [`Runs`] = [`Plan`] → [`lower()`].
 #![forbid(unsafe_code)]
 
 mod address;

@@ -1,11 +1,11 @@
 //! Owns the step from a checked plan to blocks of addresses within an engine's
 //! limits. It is the only place that sums addresses; it does not copy a byte.
 
-use crate::address;
+use crate::address::{self, Lane};
 use crate::error::{ErrorKind, PlanError, Result};
-use crate::manifest::BufferEntry;
 use crate::plan::Plan;
 use crate::route::RoutePair;
+use crate::runs::Runs;
 
 /// What an engine takes in one call; `None` is no limit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
@@ -74,35 +74,47 @@ pub fn lower(plan: &Plan, capabilities: &Capabilities) -> Result<LoweredPlan> {
         return Err(too_many(block_count, limit));
     }
     let mut sink = Sink::new(&capabilities, block_count);
-    let route = plan.route();
-    for pair in route.pairs() {
-        let from = &route.source().entries[pair.source_entry];
-        let to = &route.destination().entries[pair.destination_entry];
-        if pair.joins_pages(from, to) {
-            for run in plan.runs().runs() {
-                let bytes = address::product(&[run.count, pair.row_bytes])?;
-                let source = address::at(from.address, run.source, from.item_stride, 0)?;
-                let destination = address::at(to.address, run.destination, to.item_stride, 0)?;
-                sink.push(source, destination, bytes)?;
+    if let Some(last) = plan.runs().last_items() {
+        let route = plan.route();
+        for pair in route.pairs() {
+            let from = &route.source().entries[pair.source_entry];
+            let to = &route.destination().entries[pair.destination_entry];
+            let lanes = (
+                Lane::new(from.address, from.item_stride, pair.source_offset, last.0)?,
+                Lane::new(to.address, to.item_stride, pair.destination_offset, last.1)?,
+            );
+            if pair.joins_pages(from, to) {
+                joined(plan.runs(), pair, lanes, &mut sink)?;
+            } else {
+                let rows = (
+                    Lane::new(lanes.0.get(last.0), pair.source_row_stride, 0, pair.rows - 1)?,
+                    Lane::new(lanes.1.get(last.1), pair.destination_row_stride, 0, pair.rows - 1)?,
+                );
+                scattered(plan.runs(), pair, lanes, rows, &mut sink)?;
             }
-        } else {
-            scattered(plan, pair, from, to, &mut sink)?;
         }
     }
     Ok(LoweredPlan { batches: sink.finish(), block_count, total_bytes: plan.nbytes() })
 }
 
-fn scattered(plan: &Plan, pair: &RoutePair, from: &BufferEntry, to: &BufferEntry, sink: &mut Sink) -> Result<()> {
-    for run in plan.runs().runs() {
+/// One block a run: its pages are consecutive bytes on both sides.
+fn joined(runs: &Runs, pair: &RoutePair, lanes: (Lane, Lane), sink: &mut Sink) -> Result<()> {
+    for run in runs.runs() {
+        let bytes = run.count * pair.row_bytes;
+        sink.push(lanes.0.get(run.source), lanes.1.get(run.destination), bytes)?;
+    }
+    Ok(())
+}
+
+/// One block a row of every page. `rows` are the rows of the last page, which lie
+/// as far from its start as those of any page.
+fn scattered(runs: &Runs, pair: &RoutePair, lanes: (Lane, Lane), rows: (Lane, Lane), sink: &mut Sink) -> Result<()> {
+    for run in runs.runs() {
         for step in 0..run.count {
-            let source = address::at(from.address, run.source + step, from.item_stride, pair.source_offset)?;
-            let destination = address::at(to.address, run.destination + step, to.item_stride, pair.destination_offset)?;
+            let source = rows.0.moved(lanes.0.get(run.source + step));
+            let destination = rows.1.moved(lanes.1.get(run.destination + step));
             for row in 0..pair.rows {
-                sink.push(
-                    address::at(source, row, pair.source_row_stride, 0)?,
-                    address::at(destination, row, pair.destination_row_stride, 0)?,
-                    pair.row_bytes,
-                )?;
+                sink.push(source.get(row), destination.get(row), pair.row_bytes)?;
             }
         }
     }
@@ -140,6 +152,17 @@ fn too_many(blocks: u64, limit: u64) -> PlanError {
         limit,
         "the engine would be given more blocks than it takes",
         "send in chunks (slice by pages or layers), or give both sides the same heads per rank",
+    )
+}
+
+fn no_memory(blocks: u64) -> PlanError {
+    PlanError::new(
+        ErrorKind::BlockLimitExceeded,
+        "blocks",
+        blocks,
+        "the memory of this process",
+        "there is no room for so many addresses",
+        "send in chunks (slice by pages or layers), or bound the entries of a batch",
     )
 }
 
@@ -197,7 +220,7 @@ impl Sink {
         let room = usize::try_from(self.left).unwrap_or(usize::MAX).min(self.per_batch);
         let columns = [&mut self.open.source, &mut self.open.destination, &mut self.open.nbytes];
         for column in columns {
-            column.try_reserve_exact(room).map_err(|_| too_many(self.left, 0))?;
+            column.try_reserve_exact(room).map_err(|_| no_memory(self.left))?;
         }
         Ok(())
     }

@@ -97,6 +97,13 @@ def test_random_numbers_differ_from_replay_to_replay() -> None:
         seen.append([x.cpu() for x in out])
     assert not torch.equal(seen[0][0], seen[1][0])
     assert not torch.equal(seen[0][1], seen[1][1])
+    for _ in range(2):  # and follow the seed that was set before the replay
+        torch.manual_seed(11)
+        graph.replay()
+        graph.replay()
+        seen.append([x.cpu() for x in out])
+    assert torch.equal(seen[2][0], seen[3][0])
+    assert torch.equal(seen[2][1], seen[3][1])
 
 
 def test_side_streams_join_and_leave_the_capture() -> None:

@@ -87,6 +87,9 @@ def test_storage_resize_keeps_what_was_there() -> None:
     tensor = torch.arange(4.0).to("npu")
     tensor.resize_(8)
     assert tensor.cpu()[:4].tolist() == [0, 1, 2, 3]
+    assert bool(tensor.cpu()[4:].isnan().all())
+    tensor.resize_(2)
+    assert tensor.cpu().tolist() == [0, 1]
 
 
 def test_two_devices_have_their_own_memory() -> None:

@@ -286,6 +286,6 @@ def test_reading_a_slot_that_was_never_written_is_the_devices_error(attention: A
     attention.check(128)
     attention.graph.replay()
     attention.update(129)
-    with pytest.raises(emulator.DeferredExecutionError, match=r"507015.*page 2, slot 256") as caught:
+    with pytest.raises(emulator.DeferredExecutionError, match=r"(?s)507015.*page 2, slot 256") as caught:
         attention.out.cpu()
     assert getattr(caught.value.__cause__, "page", None) == 2

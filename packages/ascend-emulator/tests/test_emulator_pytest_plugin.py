@@ -29,6 +29,7 @@ def test_asked_by_ini(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
         + """
 def test_devices():
     import torch
+    import torch_npu
     assert torch_npu.npu.device_count() == 3
     assert torch.ones(2, device="npu:2").sum().item() == 2
 """

@@ -147,12 +147,50 @@ def test_unknown_device_is_refused() -> None:
 
 def test_accesses_are_reported_to_an_observer() -> None:
     seen: list[str] = []
+    source = torch.ones(2, device="npu")
     emulator.order.observe(lambda name, stream, arguments: seen.append(name))
+    graph = torch_npu.npu.NPUGraph()
     try:
+        with torch_npu.npu.graph(graph):
+            source.neg()
+        graph.replay()
         torch.ones(2, device="npu").add(1).copy_(torch.ones(2))
     finally:
         emulator.order.observe(None)
     torch.ones(2, device="npu").mul(2)
-    assert "aten::add.Tensor" in seen
+    assert seen.index("aten::neg") < seen.index("replay") < seen.index("aten::add.Tensor")
     assert "aten::copy_" in seen
     assert "aten::mul.Tensor" not in seen
+
+
+def test_memory_used_by_another_stream_is_not_handed_out_while_that_is_blocked(attention: Any) -> None:
+    side = torch_npu.npu.Stream()
+    attention.graph.replay()
+    side.wait_stream(torch_npu.npu.current_stream())
+    tensor = torch.full((3000,), 2.0, device="npu:0")
+    with torch_npu.npu.stream(torch_npu.npu.Stream()):
+        made = torch.full((3000,), 2.0, device="npu:0")
+    address = made.data_ptr()
+    with torch_npu.npu.stream(side):
+        doubled = made * 2
+    made.record_stream(side)
+    del made
+    assert tensor.data_ptr() != address
+    attention.update(5)
+    side.synchronize()
+    assert set(doubled.cpu().tolist()) == {4.0}
+
+
+def test_a_thread_that_never_chose_a_device_uses_the_first() -> None:
+    """record_stream needs the device's context, which torch_npu takes when it first sets the device."""
+    seen: list[float] = []
+
+    def work() -> None:
+        tensor = torch.ones(4, device="npu")
+        tensor.record_stream(torch_npu.npu.Stream())
+        seen.append(tensor.sum().item())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [4.0]

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from graph_runtime import Buckets, DecodeRunner, StaticBuffers, StepInputs, UpdateSpec, get_device
+from graph_runtime.devices.cpu import CpuDevice
 from graph_runtime.errors import (
     BatchTooLarge,
     BucketError,
+    DeviceMismatch,
     HostListError,
     OutputShapeError,
     RowCountError,
@@ -102,7 +104,10 @@ def test_more_rows_than_the_largest_bucket(make: Make) -> None:
     with pytest.raises(BatchTooLarge):
         runner.run(_values(7), {"kv": [1] * 7}, 7)
     with pytest.raises(BucketError):
-        make(buckets=Buckets([1, 8]))
+        make(buckets=[1, 8])
+    for eager in (False, True):
+        with pytest.raises(BucketError):
+            runner.run({}, {"kv": []}, -1, eager=eager)
 
 
 def test_idle_step_replays_the_captured_shape(make: Make) -> None:
@@ -261,3 +266,13 @@ def test_a_forward_without_updatable_ops(make: Make) -> None:
     assert "update" not in device.events and "bind" not in device.events
     with pytest.raises(HostListError, match="baked"):
         runner.run(_values(3), {"kv": [1, 2, 3]}, 3)
+
+
+def test_buffers_of_another_device(make: Make) -> None:
+    class Elsewhere(CpuDevice):
+        @property
+        def torch_device(self) -> torch.device:
+            return torch.device("cpu", 1)
+
+    with pytest.raises(DeviceMismatch, match="another device"):
+        make(device=Elsewhere(), buffers=StaticBuffers(_layout(), get_device("cpu")))

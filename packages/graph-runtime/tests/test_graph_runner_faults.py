@@ -19,6 +19,7 @@ from graph_runtime.errors import (
     CaptureRefused,
     FenceTimeout,
     GraphClosed,
+    StepFailed,
     UpdateFailed,
     UpdateTimeout,
 )
@@ -150,6 +151,28 @@ def test_a_previous_step_that_hangs_is_diagnosed(make: Make) -> None:
         runner.run(_values(1), {"kv": [1]}, 1)
     assert device.events == []
     runner._fence = reached
+    assert runner.run(_values(1), {"kv": [1]}, 1).mode == "graph"
+
+
+def test_a_device_error_of_the_previous_step_is_named(make: Make) -> None:
+    runner, device = make(buckets=[2])
+    runner.capture()
+    runner.run(_values(2), {"kv": [1, 2]}, 2)
+
+    class Fails:
+        def done(self) -> bool:
+            return True
+
+        def wait(self, timeout: float | None) -> bool:
+            raise RuntimeError("507015")
+
+    runner._fence = Fails()
+    device.events.clear()
+    with pytest.raises(StepFailed, match="bucket 2"):
+        runner.run(_values(1), {"kv": [1]}, 1)
+    assert device.events == [] and "507015" in runner.can_run(1).detail
+    assert runner.run(_values(1), {"kv": [1]}, 1).reason == "graph_broken"
+    assert runner.capture().captured == (2,)
     assert runner.run(_values(1), {"kv": [1]}, 1).mode == "graph"
 
 

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import kv_planner as kp
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+from transfer_memory import make_layout, stages, whole
+from transfer_pair import HeldEngine, Pair
 
 
 def pytest_report_header() -> list[str]:
@@ -15,3 +22,28 @@ def pytest_report_header() -> list[str]:
         f"kv-transfer: this process is {current_isolation()}",
         "kv-transfer: Mooncake runs in child processes, inside a namespace of their own where the system allows",
     ]
+
+
+@pytest.fixture
+def layout() -> kp.ModelLayout:
+    return make_layout()
+
+
+@pytest.fixture
+def pairs() -> Iterator[list[Pair]]:
+    made: list[Pair] = []
+    yield made
+    for pair in made:
+        pair.close()
+
+
+@pytest.fixture
+def two_stages(layout: kp.ModelLayout, pairs: list[Pair]) -> Pair:
+    pairs.append(Pair(stages(layout, 2), whole(layout)))
+    return pairs[0]
+
+
+@pytest.fixture
+def held(layout: kp.ModelLayout, pairs: list[Pair]) -> Pair:
+    pairs.append(Pair(stages(layout, 1), whole(layout), HeldEngine))
+    return pairs[0]

@@ -7,21 +7,23 @@ import socket
 import subprocess
 import sys
 
+from kv_transfer import isolation
 from kv_transfer.isolation import current_isolation, enter_loopback_namespace
 
 REPORT = "import os, socket; print(os.getuid(), os.getgid(), [n for _, n in socket.if_nameindex()])"
 
 
-def _run(*command: str, user: int | None = None) -> subprocess.CompletedProcess[str]:
+def _run(*command: str, user: int | None = None, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+    change = user is not None and user != os.geteuid()
     return subprocess.run(
-        [sys.executable, *command],
+        [python, *command],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
-        user=user,
-        group=user,
-        extra_groups=[] if user is not None else None,
+        user=user if change else None,
+        group=user if change else None,
+        extra_groups=[] if change else None,
     )
 
 
@@ -68,19 +70,34 @@ def test_a_process_with_threads_stays_where_it_is() -> None:
 
 
 def test_a_user_keeps_the_uid_in_a_user_namespace() -> None:
-    """As another user where this process may become one, else as itself."""
-    program = (
-        "import sys; from kv_transfer.isolation import enter_loopback_namespace as enter\n"
-        "result = enter(); print(result); import os; print(os.geteuid(), os.getegid())"
-    )
-    user = 65534 if os.geteuid() == 0 and _can_read_as(65534) else None
-    done = _run("-c", program, user=user)
+    """As another user where this process may become one and finds a Python that this user may run, else as itself."""
+    nobody = 65534
+    python = next((path for path in (sys.executable, "/usr/bin/python3") if _runs_as(path, nobody)), None)
+    if os.geteuid() != 0 or python is None:
+        nobody, python = os.geteuid(), sys.executable
+    report = "import os; print(os.getuid(), os.getgid())"
+    done = _run(isolation.__file__, "--", python, "-c", report, user=nobody, python=python)
     assert done.returncode == 0, done.stderr
-    uid = user if user is not None else os.geteuid()
-    first, second = done.stdout.splitlines()
-    assert second.split()[0] == str(uid)
-    if user is not None and first.startswith("isolated: entered"):
-        assert "user and network namespace" in first
+    assert done.stdout.split()[0] == str(nobody)
+    if nobody != 0 and "isolated: entered" in done.stderr:
+        assert "a new user and network namespace" in done.stderr
+
+
+def test_a_system_that_refuses_is_reported() -> None:
+    """Inside a user namespace that may hold no further namespaces; if that is refused too, the same."""
+    program = (
+        "import ctypes, os\n"
+        "from kv_transfer import isolation\n"
+        "uid, gid = os.geteuid(), os.getegid()\n"
+        "if ctypes.CDLL(None).unshare(0x10000000) == 0:\n"
+        "    isolation._map_user(uid, gid)\n"
+        "    for kind in ('net', 'user'):\n"
+        "        isolation._write(f'/proc/sys/user/max_{kind}_namespaces', '0')\n"
+        "before = isolation.current_isolation(); after = isolation.enter_loopback_namespace()\n"
+        "print(after); assert after.isolated == before.isolated; assert before.isolated or 'refuses' in after.detail\n"
+    )
+    done = _run("-c", program)
+    assert done.returncode == 0, done.stderr
 
 
 def test_usage_and_unknown_commands() -> None:
@@ -98,14 +115,8 @@ def test_this_process_is_described() -> None:
         assert enter_loopback_namespace() == state
 
 
-def _can_read_as(user: int) -> bool:
-    done = subprocess.run(
-        [sys.executable, "-c", "import kv_transfer.isolation"],
-        capture_output=True,
-        timeout=60,
-        check=False,
-        user=user,
-        group=user,
-        extra_groups=[],
-    )
-    return done.returncode == 0
+def _runs_as(python: str, user: int) -> bool:
+    try:
+        return _run(isolation.__file__, user=user, python=python).returncode == 2
+    except (PermissionError, FileNotFoundError):
+        return False

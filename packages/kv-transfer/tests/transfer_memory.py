@@ -49,7 +49,8 @@ def labels(component: str, part: str, layer: int, page: int, shape: tuple[int, i
     x *= np.uint64(0xBF58476D1CE4E5B9)
     x ^= x >> np.uint64(27)
     x *= np.uint64(0x94D049BB133111EB)
-    return ((x ^ (x >> np.uint64(31))) & np.uint64(0xFF)).astype(np.uint8)
+    mixed: Bytes = ((x ^ (x >> np.uint64(31))) & np.uint64(0xFF)).astype(np.uint8)
+    return mixed
 
 
 class RankMemory:

@@ -101,7 +101,7 @@ def main() -> None:
         engine.close()
         engine.unregister(here)
         refused(EngineError, "is closed", engine.register, here, size)
-    refused(EngineError, "", writer.submit, reader.session, batch((here, there, 64)))
+    refused(EngineError, "is closed", writer.submit, reader.session, batch((here, there, 64)))
     assert not [thread for thread in threading.enumerate() if "mooncake" in thread.name]
     print("as it should be", flush=True)
 

@@ -29,7 +29,22 @@ fn side(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Side> {
     )))
 }
 
-/// Compares two sides; every difference is in the refusal.
+/// Compares two sides; the local one sends, the remote one receives.
+///
+/// Compared are page size, kernel block size, fingerprint, format version, and per component: dtype, axis order, dims,
+/// total heads, item kind and layer ids. Ranks, local heads and which stage owns a layer may differ.
+///
+/// Args:
+///     local: A deployment, or one rank of it.
+///     remote: A deployment, or one rank of it.
+///     parts: Parts to compare and to route. Leaving "draft" out is how a side without a draft serves one that has it.
+///
+/// Returns:
+///     The agreement; its routes are asked for by the indices of two ranks.
+///
+/// Raises:
+///     LayoutMismatch: With all differences at once in `.differences`.
+///     UnsupportedPlacement: Decode context parallelism.
 #[pyfunction]
 #[pyo3(
     signature = (local, remote, *, parts=None),
@@ -48,7 +63,7 @@ pub fn agree(
     Ok(PyAgreement(Arc::new(agreement.or_raise()?)))
 }
 
-/// Two sides that may transfer.
+/// Two sides that may transfer: `local` sends, `remote` receives. `agree` makes it.
 #[pyclass(frozen, eq, hash, module = "kv_planner", name = "Agreement")]
 #[derive(PartialEq, Eq, Hash)]
 pub struct PyAgreement(Arc<Agreement>);
@@ -75,11 +90,23 @@ impl PyAgreement {
         word_tuple(py, self.0.parts.iter().map(|part| part.as_str()))
     }
 
+    /// Returns what one local rank sends to one remote rank; it may be empty.
+    ///
+    /// Where heads are replicated, the replicas of a data-parallel group are dealt out in turn over the receivers, so that
+    /// each destination head is written once over all local ranks of the group.
+    ///
+    /// Args:
+    ///     local_index: Index in `local`.
+    ///     remote_index: Index in `remote`.
+    ///
+    /// Raises:
+    ///     ArgumentError: A side has no such rank.
     #[pyo3(signature = (local_index=0, remote_index=0))]
     fn route(&self, local_index: usize, remote_index: usize) -> PyResult<PyRoute> {
         Ok(PyRoute(self.0.route(local_index, remote_index).or_raise()?))
     }
 
+    /// Returns the agreement of the opposite direction.
     fn reversed(&self) -> PyAgreement {
         PyAgreement(Arc::new(self.0.reversed()))
     }
@@ -107,7 +134,7 @@ pub fn slice_of(
     })
 }
 
-/// What one rank sends to another, within one item.
+/// What one rank sends to another, within one item. `Agreement.route` makes it.
 #[pyclass(frozen, eq, hash, module = "kv_planner", name = "Route")]
 #[derive(PartialEq, Eq, Hash)]
 pub struct PyRoute(pub Route);
@@ -134,6 +161,10 @@ impl PyRoute {
         self.0.item_bytes()
     }
 
+    /// Returns the pairs that are named; None keeps all.
+    ///
+    /// Raises:
+    ///     SliceError: A layer id or a component that the layout does not have.
     #[pyo3(signature = (*, layer_ids=None, parts=None, components=None, item_kinds=None))]
     fn slice(
         &self,
@@ -166,6 +197,9 @@ impl PyRoute {
 }
 
 /// Bytes that one source entry gives to one destination entry, within one item.
+///
+/// `rows` pieces of `row_bytes`; offsets and row strides count in bytes from the item's start. `rows` is 1 where a slice
+/// is contiguous on both sides. `source_heads` and `destination_heads` count from the first head of their entry.
 #[pyclass(frozen, eq, hash, module = "kv_planner", name = "RoutePair")]
 #[derive(PartialEq, Eq, Hash)]
 pub struct PyRoutePair(RoutePair);

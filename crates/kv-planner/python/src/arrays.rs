@@ -1,7 +1,7 @@
 //! Owns every conversion between Python numbers or arrays and owned Rust data,
 //! and the refusal of what does not convert. It does not own any computation.
 
-use kv_planner::{ErrorKind, PlanError};
+use kv_planner::{ErrorKind, PlanError, Value};
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyFloat, PyList, PyTuple};
@@ -80,6 +80,18 @@ pub fn fill(name: &str, value: &Bound<'_, PyAny>) -> PyResult<kv_planner::Fill> 
     }
     let number: i64 = value.extract().map_err(|_| refuse(name, "an integer, a float or a bool", describe(value)))?;
     Ok(kv_planner::Fill::Int(number))
+}
+
+/// A value that an error or a difference reports: an integer, a text or `None`.
+pub fn reported(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Value> {
+    if value.is_none() {
+        return Ok(Value::Absent);
+    }
+    if let Ok(number) = value.extract::<i128>() {
+        return Ok(Value::Int(number));
+    }
+    let text: Option<String> = value.extract().ok();
+    text.map(Value::Text).ok_or_else(|| refuse(name, "an integer, a text or None", describe(value)))
 }
 
 /// Indices or lengths: a 1-D int32 or int64 array of any stride, or a list.

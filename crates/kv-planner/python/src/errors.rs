@@ -6,13 +6,43 @@ use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-/// One field on which two layouts differ.
+use crate::arrays::reported;
+
+/// One field on which two layouts differ. It can be built from what a peer reported.
+///
+/// Args:
+///     field: Name of the field, for example "page_size" or "key/target.dtype".
+///     local: Value on the local side, a number where it is one.
+///     remote: Value on the remote side.
+///     consequence: What would happen if the transfer went on.
+///     remedy: What to change.
 #[pyclass(frozen, eq, hash, module = "kv_planner", name = "Difference")]
 #[derive(PartialEq, Eq, Hash)]
 pub struct PyDifference(Difference);
 
+/// Arguments of `Difference`, for pickle.
+type Arguments = (String, Py<PyAny>, Py<PyAny>, String, String);
+
 #[pymethods]
 impl PyDifference {
+    #[new]
+    fn new(
+        field: String,
+        local: &Bound<'_, PyAny>,
+        remote: &Bound<'_, PyAny>,
+        consequence: String,
+        remedy: String,
+    ) -> PyResult<Self> {
+        let (local, remote) = (reported("local", local)?, reported("remote", remote)?);
+        Ok(PyDifference(Difference { field, local, remote, consequence, remedy }))
+    }
+
+    fn __getnewargs__(&self, py: Python<'_>) -> PyResult<Arguments> {
+        let d = &self.0;
+        let (local, remote) = (value(py, &d.local)?, value(py, &d.remote)?);
+        Ok((d.field.clone(), local, remote, d.consequence.clone(), d.remedy.clone()))
+    }
+
     #[getter]
     fn field(&self) -> &str {
         &self.0.field

@@ -16,6 +16,21 @@ pub fn word_tuple<'py>(py: Python<'py>, words: impl Iterator<Item = &'static str
 }
 
 /// Geometry of one component of one part.
+///
+/// Args:
+///     component: What the buffers hold.
+///     part: The model they belong to.
+///     layer_ids: Global layer ids that have the component, over all stages; an id that stands k times means k buffers,
+///         told apart by their occurrence.
+///     dtype: Element type.
+///     total_heads: Heads over all tensor-parallel ranks.
+///     dims: Elements of one head; K and V are two components and may differ.
+///     axes: Order of the axes inside an item, outermost first.
+///     item_kind: What an index of the buffers counts.
+///
+/// Raises:
+///     LayoutError: An invariant fails: no layer, no head, no dim, or an axis named twice.
+///     ArgumentError: A word is not of its vocabulary, or a number is none.
 #[pyclass(frozen, eq, hash, module = "kv_planner", name = "ComponentSpec")]
 #[derive(PartialEq, Eq, Hash)]
 pub struct PyComponentSpec(pub ComponentSpec);
@@ -118,6 +133,16 @@ impl PyComponentSpec {
 }
 
 /// Geometry that all ranks of a deployment share.
+///
+/// Args:
+///     components: Specs, each (component, part) once. Target and draft layer ids are disjoint, because ids are global.
+///     page_size: Token slots of a page.
+///     fingerprint: Identity of the model's weights and configuration.
+///     kernel_block_size: Block size that the attention kernel sees, a divisor of the page size; None is the page size.
+///     format_version: Version of the layout's meaning.
+///
+/// Raises:
+///     LayoutError: An invariant fails; the text names it with the value.
 #[pyclass(frozen, eq, hash, module = "kv_planner", name = "ModelLayout")]
 #[derive(PartialEq, Eq, Hash)]
 pub struct PyModelLayout(pub Arc<ModelLayout>);
@@ -173,25 +198,48 @@ impl PyModelLayout {
         self.0.format_version
     }
 
+    /// Returns the spec of a component.
+    ///
+    /// Raises:
+    ///     LayoutError: The layout does not declare it; the text lists what it declares.
     #[pyo3(signature = (component, part="target"))]
     fn spec(&self, component: &str, part: &str) -> PyResult<PyComponentSpec> {
         let (component, part) = (Component::parse(component).or_raise()?, Part::parse(part).or_raise()?);
         self.0.spec(component, part).cloned().map(PyComponentSpec).or_raise()
     }
 
+    /// Returns the bytes of one item: tokens x heads x dims x bytes of an element.
+    ///
+    /// Args:
+    ///     component: What the item holds.
+    ///     part: The model it belongs to.
+    ///     heads: Heads held; all of them when left out.
+    ///
+    /// Raises:
+    ///     LayoutError: No such component, or more heads than the model has.
     #[pyo3(signature = (component, part="target", *, heads=None))]
     fn item_bytes(&self, component: &str, part: &str, heads: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
         let (component, part) = (Component::parse(component).or_raise()?, Part::parse(part).or_raise()?);
         self.0.item_bytes(component, part, optional_count("heads", heads)?).or_raise()
     }
 
+    /// Returns the layout as JSON; `from_json` reads it back.
     fn to_json(&self) -> String {
         self.0.to_json()
     }
 
+    /// Reads and checks a layout.
+    ///
+    /// Raises:
+    ///     FormatError: The text is not the JSON of a layout.
+    ///     LayoutError: An invariant fails.
     #[classmethod]
     fn from_json(_class: &Bound<'_, PyType>, text: &str) -> PyResult<Self> {
         Ok(PyModelLayout(Arc::new(ModelLayout::from_json(text).or_raise()?)))
+    }
+
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
+        Ok((slf.get_type().getattr("from_json")?, (slf.get().0.to_json(),)))
     }
 
     fn __repr__(&self) -> String {

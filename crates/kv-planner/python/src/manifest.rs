@@ -11,7 +11,10 @@ use crate::arrays::{count, count_or, range};
 use crate::errors::OrRaise;
 use crate::layout::PyModelLayout;
 
-/// Where a rank stands.
+/// Where a rank stands in its deployment: pipeline, tensor, decode-context and data parallel.
+///
+/// Raises:
+///     PlacementError: A rank is not below its size.
 #[pyclass(frozen, eq, hash, module = "kv_planner", name = "Placement")]
 #[derive(PartialEq, Eq, Hash)]
 pub struct PyPlacement(pub Placement);
@@ -96,7 +99,19 @@ impl PyPlacement {
     }
 }
 
-/// One named buffer of a rank.
+/// One named buffer of a rank. The manifest that holds it checks it against the layout.
+///
+/// Args:
+///     component: What the buffer holds.
+///     part: The model that it belongs to.
+///     layer_id: Global layer id.
+///     device: Device that owns the address, for example "npu:0".
+///     address: Address of item 0.
+///     nbytes: Bytes from the first to the last item; 0 for a buffer of no heads.
+///     item_stride: Bytes from one item to the next.
+///     item_bytes: Bytes of one item.
+///     head_range: Global heads held, (start, stop).
+///     occurrence: Which buffer of several with this name and layer id.
 #[pyclass(frozen, eq, hash, module = "kv_planner", name = "BufferEntry")]
 #[derive(PartialEq, Eq, Hash)]
 pub struct PyBufferEntry(pub BufferEntry);
@@ -210,6 +225,17 @@ impl PyBufferEntry {
 }
 
 /// Everything that one rank publishes.
+///
+/// Args:
+///     layout: Geometry shared by all ranks.
+///     placement: Where the rank stands.
+///     entries: Named buffers. Routes refer to them by their index here.
+///
+/// Raises:
+///     ManifestError: An invariant fails: a name that the layout does not have or that stands twice; a head range beyond
+///         the total; item bytes that do not follow from dtype, heads, dims and page size; a stride below an item; an end
+///         inside an item; no address or device; two entries that share bytes.
+///     AddressOverflow: A buffer ends beyond 64 bits.
 #[pyclass(frozen, eq, hash, module = "kv_planner", name = "RankManifest")]
 #[derive(PartialEq, Eq, Hash)]
 pub struct PyRankManifest(pub Arc<RankManifest>);
@@ -244,13 +270,23 @@ impl PyRankManifest {
         PyTuple::new(py, self.0.entries.iter().cloned().map(PyBufferEntry).collect::<Vec<_>>())
     }
 
+    /// Returns the manifest with its layout as JSON; `from_json` reads it back.
     fn to_json(&self) -> String {
         self.0.to_json()
     }
 
+    /// Reads and checks a manifest, for example one that a peer sent.
+    ///
+    /// Raises:
+    ///     FormatError: The text is not the JSON of a manifest.
+    ///     PlanError: An invariant of the layout, the placement or the manifest fails.
     #[classmethod]
     fn from_json(_class: &Bound<'_, PyType>, text: &str) -> PyResult<Self> {
         Ok(PyRankManifest(Arc::new(RankManifest::from_json(text).or_raise()?)))
+    }
+
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
+        Ok((slf.get_type().getattr("from_json")?, (slf.get().0.to_json(),)))
     }
 
     fn __repr__(&self) -> String {
@@ -259,6 +295,15 @@ impl PyRankManifest {
 }
 
 /// All ranks of one side: complete and disjoint.
+///
+/// Args:
+///     manifests: Every rank once, in any order. Agreements refer to ranks by their index here.
+///
+/// Raises:
+///     InconsistentDeployment: Unlike layouts or sizes, or two ranks at one place.
+///     IncompleteDeployment: A rank, a layer or a head range is missing or doubly owned. Heads held by several ranks are
+///         legitimate where there are more tensor-parallel ranks than heads.
+///     UnsupportedPlacement: Decode context parallelism.
 #[pyclass(frozen, eq, hash, module = "kv_planner", name = "Deployment")]
 #[derive(PartialEq, Eq, Hash)]
 pub struct PyDeployment(pub Arc<Deployment>);

@@ -13,6 +13,18 @@ use crate::errors::OrRaise;
 type Columns<'py> = (Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>);
 
 /// Page pairs of one request or chunk, joined to runs.
+///
+/// Args:
+///     source_pages: Shape: [n]; dtype int32 or int64, any stride, or a list. Each 1 or more: page 0 is for padding.
+///     destination_pages: The same shape; no page twice.
+///     item_kind: What the indices count.
+///
+/// Raises:
+///     UnequalPages: The two are not equally long.
+///     ReservedPage: A page is 0.
+///     PageOutOfRange: A page is negative.
+///     DuplicateDestination: A destination stands twice.
+///     ArgumentError: Not a 1-D int32 or int64 array; the text names argument, dtype and shape.
 #[pyclass(frozen, eq, hash, module = "kv_planner", name = "Runs")]
 #[derive(PartialEq, Eq, Hash)]
 pub struct PyRuns(Runs);
@@ -48,6 +60,10 @@ impl PyRuns {
         self.0.run_count()
     }
 
+    /// Returns source start, destination start and count of every run.
+    ///
+    /// Returns:
+    ///     Three read-only arrays. Shape: [run_count]; dtype int64.
     fn arrays<'py>(&self, py: Python<'py>) -> PyResult<Columns<'py>> {
         let runs = self.0.runs();
         let column = |pick: fn(&kv_planner::Run) -> u64| -> PyResult<Bound<'py, PyArray1<i64>>> {
@@ -56,6 +72,10 @@ impl PyRuns {
         Ok((column(|run| run.source)?, column(|run| run.destination)?, column(|run| run.count)?))
     }
 
+    /// Returns the pairs start..stop, counted in the order given.
+    ///
+    /// Raises:
+    ///     SliceError: The slice reaches beyond the pairs.
     fn slice(&self, start: &Bound<'_, PyAny>, stop: &Bound<'_, PyAny>) -> PyResult<PyRuns> {
         Ok(PyRuns(self.0.slice(count("start", start)?, count("stop", stop)?).or_raise()?))
     }
@@ -69,7 +89,15 @@ impl PyRuns {
     }
 }
 
-/// `Route` x `Runs`: which bytes of which pages go where.
+/// `Route` x `Runs`: which bytes of which pages go where. Symbolic; bytes and blocks are known without making any.
+///
+/// Args:
+///     route: What moves within one item.
+///     runs: Which items move.
+///
+/// Raises:
+///     PageOutOfRange: A page lies beyond an entry of the route.
+///     ItemKindMismatch: The runs count another kind of item than a pair.
 #[pyclass(frozen, eq, hash, module = "kv_planner", name = "Plan")]
 #[derive(PartialEq, Eq, Hash)]
 pub struct PyPlan(Plan);
@@ -101,6 +129,16 @@ impl PyPlan {
         self.0.block_count()
     }
 
+    /// Returns the part of the plan that is named; None keeps all.
+    ///
+    /// Args:
+    ///     layer_ids: Global layer ids.
+    ///     parts: Target or draft.
+    ///     components: Components.
+    ///     pages: Positions (start, stop) of page pairs in the order given to `Runs`.
+    ///
+    /// Raises:
+    ///     SliceError: A name that the layout does not have, or positions beyond the pairs.
     #[pyo3(signature = (*, layer_ids=None, parts=None, components=None, pages=None))]
     fn slice(
         &self,
@@ -122,7 +160,15 @@ impl PyPlan {
     }
 }
 
-/// What an engine takes in one call.
+/// What an engine takes; None is no limit.
+///
+/// Args:
+///     max_entries_per_batch: Blocks of one batch.
+///     max_block_bytes: Bytes of one block; longer ones are split.
+///     max_blocks: Blocks of one plan; more are refused before any is made.
+///
+/// Raises:
+///     ArgumentError: A limit of 0 under which nothing could move.
 #[pyclass(frozen, eq, hash, module = "kv_planner", name = "Capabilities")]
 #[derive(PartialEq, Eq, Hash)]
 pub struct PyCapabilities(Capabilities);
@@ -170,7 +216,7 @@ impl PyCapabilities {
     }
 }
 
-/// Blocks for one call of an engine: three read-only uint64 columns.
+/// Blocks for one call of an engine: three read-only columns. Shape: [len]; dtype uint64; addresses and bytes.
 #[pyclass(frozen, module = "kv_planner", name = "Batch")]
 pub struct PyBatch {
     source: Py<PyArray1<u64>>,
@@ -260,7 +306,17 @@ impl PyLoweredPlan {
     }
 }
 
-/// Turns a plan into batches of blocks within an engine's limits.
+/// Turns a plan into batches of blocks within an engine's limits. The only place that sums addresses.
+///
+/// Blocks come pair by pair, then run by run. Consecutive pages are one block where they are consecutive bytes on both
+/// sides, within one entry. Runs without the GIL.
+///
+/// Args:
+///     plan: A checked plan.
+///     capabilities: Limits; none when left out.
+///
+/// Raises:
+///     BlockLimitExceeded: More blocks than `max_blocks`, before anything is produced.
 #[pyfunction]
 #[pyo3(signature = (plan, capabilities=None))]
 pub fn lower(py: Python<'_>, plan: &PyPlan, capabilities: Option<&PyCapabilities>) -> PyResult<PyLoweredPlan> {

@@ -11,6 +11,17 @@ use crate::arrays::{array, count, count_or, fill as read_fill, indices};
 use crate::errors::OrRaise;
 
 /// One input of a step: rows of equal width.
+///
+/// Args:
+///     name: Unique within a layout.
+///     dtype: Element type.
+///     rows: Rows, live and padded.
+///     width: Elements of a row.
+///     fill: Value of padded rows.
+///
+/// Raises:
+///     RowLayoutError: An empty field, or a fill that the dtype does not represent. Reading `offset` of a field that is
+///         in no layout raises it too.
 #[pyclass(frozen, eq, hash, module = "kv_planner", name = "RowField")]
 #[derive(PartialEq, Eq, Hash)]
 pub struct PyRowField(RowField);
@@ -82,7 +93,14 @@ impl PyRowField {
     }
 }
 
-/// Fields in one arena, each aligned.
+/// Fields in one arena, one after another, each aligned.
+///
+/// Args:
+///     fields: Fields of unlike names.
+///     alignment: Bytes; a power of two, at least the widest element.
+///
+/// Raises:
+///     RowLayoutError: No field, a name twice, or an unusable alignment.
 #[pyclass(frozen, eq, hash, module = "kv_planner", name = "RowLayout")]
 #[derive(PartialEq, Eq, Hash)]
 pub struct PyRowLayout(RowLayout);
@@ -122,7 +140,19 @@ impl PyRowLayout {
     }
 }
 
-/// Index of the last accepted token of each row.
+/// Returns the index of the last accepted token of each row: row * width + front + drafts of the row.
+///
+/// Args:
+///     num_correct_drafts: Accepted drafts without the bonus token. Shape: [live rows]; dtype int32 or int64.
+///     rows: Rows of the bucket; rows beyond the live ones count 0 drafts.
+///     width: Tokens of a row, the front included.
+///     front: Leading context tokens of a widened window.
+///
+/// Returns:
+///     Shape: [rows]; dtype int64; read-only.
+///
+/// Raises:
+///     LengthError: More live rows than rows, or a count that leaves its row.
 #[pyfunction]
 #[pyo3(
     signature = (num_correct_drafts, *, rows, width, front=None),
@@ -140,13 +170,28 @@ pub fn select_index(
     array(py, kv_planner::select_index(&drafts, rows, width, front).or_raise()?)
 }
 
-/// Pages that tokens fill.
+/// Returns the pages that tokens fill, the last perhaps in part.
+///
+/// Raises:
+///     LengthError: A page size of 0.
 #[pyfunction]
 pub fn page_count(tokens: &Bound<'_, PyAny>, page_size: &Bound<'_, PyAny>) -> PyResult<u64> {
     kv_planner::page_count(count("tokens", tokens)?, count("page_size", page_size)?).or_raise()
 }
 
-/// KV lengths of a verify step; the input is not changed.
+/// Returns the KV lengths that attention reads in a verify step. Mutates nothing.
+///
+/// Args:
+///     kind: Who counts the window: "eagle" and "mtp" lengths still lack it, "dflash" and "dspark" lengths include it,
+///         "none" has no window.
+///     prefix_lens: Published lengths. Shape: [rows]; dtype int32 or int64.
+///     window: Tokens of a request in the step.
+///
+/// Returns:
+///     Shape: [rows]; dtype int64; read-only.
+///
+/// Raises:
+///     LengthError: A negative length, or one that leaves int64.
 #[pyfunction]
 #[pyo3(signature = (kind, prefix_lens, *, window))]
 pub fn kv_lengths(
@@ -160,13 +205,17 @@ pub fn kv_lengths(
     array(py, kv_planner::kv_lengths(kind, &lengths, count("window", window)?).or_raise()?)
 }
 
-/// First global id of draft layers.
+/// Returns the first global id of draft layers: after the whole model's layers, the same on every stage.
 #[pyfunction]
 pub fn first_draft_id(total_layers: &Bound<'_, PyAny>) -> PyResult<u64> {
     Ok(kv_planner::first_draft_id(count("total_layers", total_layers)?))
 }
 
-/// The customary head range of a rank.
+/// Returns the customary head range of a rank: an equal share, or grouped replicas (0, 0, 1, 1).
+///
+/// Raises:
+///     HeadsDoNotSplit: The heads neither divide over the ranks nor replicate evenly.
+///     PlacementError: The rank is not below the size.
 #[pyfunction]
 #[pyo3(signature = (total_heads, *, tp_rank, tp_size))]
 pub fn split_heads(

@@ -68,7 +68,8 @@ def test_errors_say_what_is_wrong_and_what_to_do(kind: str) -> None:
     assert isinstance(error, kp.PlanError) and isinstance(error, ValueError)
     assert error.consequence and error.remedy and error.local is not None
     assert error.remedy in str(error) and str(error.local) in str(error)
-    again = pickle.loads(pickle.dumps(error)) if kind != "LayoutMismatch" else error
+    again = pickle.loads(pickle.dumps(error))
+    assert again.__dict__ == error.__dict__
     assert (type(again), str(again), again.local, again.remedy) == (type(error), str(error), error.local, error.remedy)
 
 
@@ -85,7 +86,13 @@ def test_a_mismatch_holds_all_differences() -> None:
     assert (caught.value.local, caught.value.remote) == ("model", "other")
     first = caught.value.differences[0]
     assert str(first) in str(caught.value)
-    assert first == first and hash(first) == hash(first) and "fingerprint" in repr(first)
+    rebuilt = kp.Difference(first.field, first.local, first.remote, first.consequence, first.remedy)
+    assert rebuilt == first and hash(rebuilt) == hash(first) and "fingerprint" in repr(first)
+    assert rebuilt != kp.Difference(first.field, 3, None, first.consequence, first.remedy)
+
+
+def test_what_goes_over_a_wire_survives_pickle() -> None:
+    assert pickle.loads(pickle.dumps((LAYOUT, WHOLE))) == (LAYOUT, WHOLE)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 
 from . import order, poison
 from ._alias import alias
-from ._graphs import HostCopy, OperatorNode
+from ._graphs import Graph, HostCopy, OperatorNode
 from ._operators import capturing_graph, current_queue
 from ._queue import StreamQueue, Work, scheduler
 from .errors import CaptureError, HostRaceError
@@ -128,14 +128,14 @@ def _delivery(target: torch.Tensor, staging: list[torch.Tensor]) -> Callable[[],
 def _to_host(queue: StreamQueue, target: torch.Tensor, source: torch.Tensor) -> None:
     staging: list[torch.Tensor] = []
     work = Work("device to host copy", _staged(target, source, staging))
-    with scheduler.lock:
+    with scheduler.lock:  # another thread may wait for the device meanwhile
         scheduler.submit(queue, work)
         scheduler.progress(queue)
+        _poison(target)
         scheduler.deliver_later(queue, work.ticket, _delivery(target, staging))
-    _poison(target)
 
 
-def _capture_to_host(graph: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+def _capture_to_host(graph: Graph, target: torch.Tensor, source: torch.Tensor) -> None:
     staging: list[torch.Tensor] = []
 
     def issue(queue: StreamQueue, ticket: int) -> None:
@@ -170,7 +170,7 @@ def _to_device(queue: StreamQueue, target: torch.Tensor, source: torch.Tensor) -
         scheduler.check_later(queue, work.ticket, check)
 
 
-def _capture_to_device(graph: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+def _capture_to_device(graph: Graph, target: torch.Tensor, source: torch.Tensor) -> None:
     def issue(queue: StreamQueue, ticket: int) -> None:
         scheduler.check_later(queue, ticket, _unchanged(source, _describe("host to device", source)))
 

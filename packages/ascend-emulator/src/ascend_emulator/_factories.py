@@ -1,6 +1,6 @@
 """Operators that make tensors: fresh memory is poisoned, filled memory is allocated on the device and filled in place.
 
-It owns `empty*`, `zeros`, `ones` and `full`; other factories go through the general wrapper.
+It owns `empty*`, `resize_`, `zeros`, `ones` and `full`; other factories go through the general wrapper.
 """
 
 from __future__ import annotations
@@ -31,16 +31,35 @@ def _poisoned(short: str) -> Callable[..., torch.Tensor]:
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
         if nbytes:
-            address, dtype = storage.data_ptr(), tensor.dtype
-            if scheduler.slow:
-                queue = current_queue(tensor.device.index)
-                if queue.items and scheduler.progress(queue) is not None:  # earlier work may still use the block
-                    scheduler.submit(queue, Work("poison", lambda: poison.fill(address, nbytes, dtype)))
-                    return tensor
-            poison.fill(address, nbytes, dtype)
+            _poison_later(tensor.device.index, storage.data_ptr(), nbytes, tensor.dtype)
         return tensor
 
     return empty
+
+
+def _poison_later(device_index: int, address: int, nbytes: int, dtype: torch.dtype) -> None:
+    """Poison memory now, or behind the stream's pending work, which may still use the block."""
+    if scheduler.slow:
+        queue = current_queue(device_index)
+        if queue.items and scheduler.progress(queue) is not None:
+            scheduler.submit(queue, Work("poison", lambda: poison.fill(address, nbytes, dtype)))
+            return
+    poison.fill(address, nbytes, dtype)
+
+
+_resize = torch.library.get_kernel("aten::resize_", "PrivateUse1").call_boxed
+
+
+def _resize_(
+    self: torch.Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None
+) -> torch.Tensor:
+    """`resize_`: what it adds is as unwritten as a fresh tensor."""
+    before = self.untyped_storage().nbytes()
+    _resize(_KEYS, self, size, memory_format=memory_format)
+    storage = self.untyped_storage()
+    if storage.nbytes() > before:
+        _poison_later(self.device.index, storage.data_ptr() + before, storage.nbytes() - before, self.dtype)
+    return self
 
 
 def _empty_like(
@@ -138,6 +157,7 @@ FACTORIES: dict[str, Callable[..., torch.Tensor]] = {
     "empty_strided": _poisoned("empty_strided"),
     "empty_like": _empty_like,
     "new_empty_strided": _new_empty_strided,
+    "resize_": _resize_,
     "zeros": _constant(0),
     "ones": _constant(1),
     "full": _full,

@@ -24,7 +24,7 @@ __all__ = ["register", "register_aten"]
 _KEEP = frozenset(
     {
         "view", "as_strided", "set_", "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor",
-        "resize_", "record_stream", "_pin_memory", "is_pinned", "_reshape_alias", "detach", "alias", "_to_copy",
+        "record_stream", "_pin_memory", "is_pinned", "_reshape_alias", "detach", "alias", "_to_copy",
     }
 )  # fmt: skip
 # What has a function of its own below.

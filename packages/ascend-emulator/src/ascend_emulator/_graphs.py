@@ -12,9 +12,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from . import order
 from ._queue import Blocked, StreamQueue, scheduler
+from ._random import next_seed
 from ._runtime import runtime
-from .errors import CaptureError, DoubleUpdateError, FenceError
+from .errors import CaptureError, DoubleUpdateError, EmulatorError, FenceError
 
 __all__ = ["FlagWait", "FlagWrite", "Graph", "HostCopy", "Node", "Record", "Replay", "graphs"]
 
@@ -171,6 +175,15 @@ class Graph:
         self.records: list[Record] = []
         self.host_copies: list[HostCopy] = []
         self.last_flag: FlagWait | None = None
+        self._generators: dict[int, tuple[Any, torch.Generator]] = {}  # by id of the npu generator, which is kept
+
+    def generator(self, source: Any) -> torch.Generator:
+        """The CPU generator that stands for an npu generator in this graph."""
+        return self._generators.setdefault(id(source), (source, torch.Generator()))[1]
+
+    def seeds(self) -> list[tuple[torch.Generator, int]]:
+        """Seeds of a new replay for the graph's generators."""
+        return [(generator, next_seed(source)) for source, generator in self._generators.values()]
 
     def add(self, node: Node) -> None:
         """Append a captured node; the last operator inside a task group becomes what an update rewrites."""
@@ -186,17 +199,21 @@ class Graph:
 class Replay:
     """A queued replay of a graph; it remembers how far it got."""
 
-    __slots__ = ("cursor", "graph", "queue", "ticket")
+    __slots__ = ("cursor", "graph", "queue", "seeds", "ticket")
 
     def __init__(self, graph: Graph, queue: StreamQueue) -> None:
         self.graph = graph
         self.queue = queue
+        self.seeds = graph.seeds()
         self.cursor = 0
         self.ticket = 0
 
     def run(self, queue: StreamQueue) -> Blocked | None:
         """Run nodes until one has to wait."""
         nodes = self.graph.nodes
+        while self.seeds:
+            generator, seed = self.seeds.pop()
+            generator.manual_seed(seed)
         while self.cursor < len(nodes):
             blocked = nodes[self.cursor].step()
             if blocked is not None:
@@ -293,9 +310,12 @@ class Graphs:
 
     def begin_update(self, handle: int) -> None:
         """The next operator of this thread rewrites a record."""
+        record = self._records.get(handle)
+        if record is None:
+            raise EmulatorError(f"update of task group {handle}, whose graph does not exist any more")
         if local.updating is None:
             scheduler.count(updates=1)
-        local.updating = self._records[handle]
+        local.updating = record
 
     def end_update(self) -> None:
         """The update is over, whether an operator came or not."""
@@ -307,6 +327,8 @@ class Graphs:
         """Queue a replay; nothing runs."""
         graph = self._graphs[number]
         queue = scheduler.queue(stream)
+        if order.observer is not None:
+            order.observer("replay", stream, ((number,), {}))
         with scheduler.lock:
             replay = Replay(graph, queue)
             scheduler.submit(queue, replay)

@@ -93,7 +93,8 @@ def register_kernel(name: str, kernel: Callable[..., Any]) -> None:
         name: full operator name, for example "npu::npu_rms_norm" or "npu::npu_fused_infer_attention_score_v2.out".
         kernel: takes the operator's arguments with every npu tensor replaced by a CPU tensor over the same bytes,
         returns
-            CPU tensors or writes its arguments in place as the schema says. Called in stream order, at replays too.
+            CPU tensors or writes its arguments in place as the schema says. Called in stream order, at replays too. It
+            must not change the shape or storage of its arguments (no `resize_`, `unsqueeze_`).
 
     Raises:
         KernelNotFoundError: the operator does not exist (after `install()`; before it, `install()` raises).

@@ -1,5 +1,4 @@
-"""Wraps a CPU kernel as an npu kernel: aliases in, device tensors out, now, later or captured. It owns no kernel
-itself.
+"""Wraps a CPU kernel as an npu kernel, which runs now, later or at a replay. It owns no kernel itself.
 
 This is the Python fallback; a boxed C++ kernel with the same contract can take `npu_kernel`'s place per operator.
 """
@@ -13,11 +12,12 @@ import torch
 import torch_npu
 
 from . import order, poison
-from ._alias import CPU, alias, private_alias
-from ._graphs import OperatorNode, Record, graphs, local
+from ._alias import alias
+from ._graphs import Graph, OperatorNode, Record, graphs, local
+from ._lowering import Lowered, bring_home, call_resizing, lower, new_tensors, resize_out, results, snapshots
 from ._queue import StreamQueue, Work, scheduler
-from ._random import generator_for, with_default_generator
-from ._schema import Plan, plan_of
+from ._random import seeded, source_of, with_default_generator
+from ._schema import plan_of
 from ._shapes import infer
 from .errors import CaptureError
 
@@ -43,171 +43,10 @@ def current_queue(device_index: int) -> StreamQueue:
     return scheduler.queue(_raw_stream(device_index))
 
 
-def capturing_graph(queue: StreamQueue) -> Any:
+def capturing_graph(queue: StreamQueue) -> Graph | None:
     """The graph that the stream is being captured into, or None."""
     model = queue.state.model
     return graphs.get(model) if model else None
-
-
-class _Lowered:
-    """Arguments of one call as the CPU kernel takes them."""
-
-    __slots__ = ("args", "device", "kwargs", "mixed")
-
-    def __init__(self) -> None:
-        self.args: list[Any] = []
-        self.kwargs: dict[str, Any] = {}
-        self.device: torch.device | None = None
-        self.mixed = False
-
-
-def _mismatch(plan: Plan, first: torch.device, second: Any) -> RuntimeError:
-    return RuntimeError(
-        f"Expected all tensors to be on the same device, but found at least two devices, {first} and {second}! "
-        f"(when calling {plan.name})"
-    )
-
-
-def _lower(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Lowered:
-    out = _Lowered()
-    strict = plan.strict
-    make = private_alias if plan.resizes else alias
-
-    def tensor(x: torch.Tensor, written: bool) -> torch.Tensor:
-        if x.is_cpu:
-            if x.dim():
-                out.mixed = True
-            return x
-        device = x.device
-        if device.type != "npu":
-            return x
-        if out.device is None:
-            out.device = device
-        elif strict and device != out.device and x.dim():
-            raise _mismatch(plan, out.device, device)
-        return make(x) if written else alias(x)
-
-    def value(argument: Any, x: Any) -> Any:
-        kind = argument.kind
-        if isinstance(x, _Tensor):
-            return tensor(x, argument.written)
-        if kind == "tensors":
-            return [tensor(y, argument.written) if isinstance(y, _Tensor) else y for y in x]
-        if kind == "device":
-            if x.type != "npu":
-                return x
-            if out.device is None:
-                out.device = x if x.index is not None else torch.device("npu", torch_npu.npu.current_device())
-            return CPU
-        return x
-
-    lowered = list(args)
-    count = len(lowered)
-    for argument in plan.positional:
-        at = argument.position
-        if at >= count:
-            break
-        x = lowered[at]
-        if x is not None:
-            lowered[at] = value(argument, x)
-    out.args = lowered
-    if kwargs:
-        keywords = plan.keywords
-        out.kwargs = {
-            name: value(keywords[name], x) if x is not None and name in keywords else x for name, x in kwargs.items()
-        }
-        if out.kwargs.get("pin_memory"):
-            out.kwargs["pin_memory"] = False
-    if strict and out.mixed and out.device is not None:
-        raise _mismatch(plan, out.device, "cpu")
-    return out
-
-
-def _argument(at: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return args[at.position] if not at.keyword_only and at.position < len(args) else kwargs.get(at.name)
-
-
-def _call_resizing(plan: Plan, call: Callable[..., Any], lowered: _Lowered) -> Any:
-    """Call an out= kernel; when an output has another size, the kernel gets host tensors that it can resize."""
-    try:
-        return call(*lowered.args, **lowered.kwargs)
-    except RuntimeError as error:
-        if "not resizable" not in str(error):
-            raise
-    for argument in plan.written:
-        given = lowered.kwargs.get(argument.name)
-        if isinstance(given, _Tensor):
-            lowered.kwargs[argument.name] = torch.empty(0, dtype=given.dtype)
-        elif given is not None:
-            lowered.kwargs[argument.name] = [torch.empty(0, dtype=x.dtype) for x in given]
-    return call(*lowered.args, **lowered.kwargs)
-
-
-def _bring_home(plan: Plan, args: Any, kwargs: dict[str, Any], lowered: _Lowered) -> None:
-    """An out= kernel may have resized (so re-allocated) its alias: resize the npu tensor and copy the result."""
-    for argument in plan.written:
-        own, other = _argument(argument, args, kwargs), _argument(argument, lowered.args, lowered.kwargs)
-        pairs = zip(own, other, strict=True) if argument.kind == "tensors" else ((own, other),)
-        for target, source in pairs:
-            if isinstance(target, _Tensor) and not target.is_cpu and target.shape != source.shape:
-                target.resize_(source.shape)
-                alias(target).copy_(source)
-
-
-def _resize_out(plan: Plan, args: Any, kwargs: dict[str, Any], stand_in: Any, *, capturing: bool) -> None:
-    """Before queued work: give out= tensors the shape that the kernel will produce."""
-    for argument in plan.written:
-        own, other = _argument(argument, args, kwargs), _argument(argument, *stand_in)
-        pairs = zip(own, other, strict=True) if argument.kind == "tensors" else ((own, other),)
-        for target, wanted in pairs:
-            if isinstance(target, _Tensor) and not target.is_cpu and target.shape != wanted.shape:
-                if capturing and target.numel():
-                    raise CaptureError(plan.name, f"resizes its output {tuple(target.shape)} to {tuple(wanted.shape)}")
-                target.resize_(wanted.shape)
-
-
-def _results(
-    plan: Plan, args: Any, kwargs: dict[str, Any], out: Any, lift: Callable[[torch.Tensor], torch.Tensor]
-) -> Any:
-    """What the npu operator returns: its own written arguments, and lifted copies of new tensors."""
-    returns = plan.returns
-    if not returns:
-        return None
-    parts = out if len(returns) > 1 else (out,)
-    results = []
-    for at, part in zip(returns, parts, strict=True):
-        if at is not None:
-            results.append(_argument(plan.written[at], args, kwargs))
-        elif isinstance(part, _Tensor):
-            results.append(lift(part))
-        elif isinstance(part, (list, tuple)):
-            results.append([lift(x) if isinstance(x, _Tensor) else x for x in part])
-        else:
-            results.append(part)
-    return tuple(results) if len(returns) > 1 else results[0]
-
-
-def _new_tensors(plan: Plan, out: Any) -> list[torch.Tensor]:
-    parts = out if len(plan.returns) > 1 else (out,)
-    new: list[torch.Tensor] = []
-    for at, part in zip(plan.returns, parts, strict=True):
-        if at is None:
-            new.extend([x for x in part if isinstance(x, _Tensor)] if isinstance(part, (list, tuple)) else [part])
-    return [x for x in new if isinstance(x, _Tensor)]
-
-
-def _snapshot(own: Any, lowered: Any) -> Any:
-    """Host data of queued or captured work is taken by value: host tensors and lists are copied, aliases are not."""
-    if isinstance(own, _Tensor):
-        return lowered.clone() if own.is_cpu else lowered
-    if isinstance(own, (list, tuple)):
-        return [_snapshot(x, y) for x, y in zip(own, lowered, strict=True)]
-    return lowered
-
-
-def _snapshots(args: Any, kwargs: dict[str, Any], lowered: _Lowered) -> tuple[list[Any], dict[str, Any]]:
-    taken = [_snapshot(own, x) for own, x in zip(args, lowered.args, strict=True)]
-    return taken, {name: _snapshot(kwargs.get(name), x) for name, x in lowered.kwargs.items()}
 
 
 def npu_kernel(
@@ -236,23 +75,27 @@ def npu_kernel(
     cpu: Callable[..., Any] = call or operator
     simple = not (plan.randomness or plan.needs_host or plan.is_index)
 
-    def npu_device(lowered: _Lowered) -> torch.device:
+    def npu_device(lowered: Lowered) -> torch.device:
         return lowered.device or torch.device("npu", torch_npu.npu.current_device())
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if scheduler.slow:
             return slow(args, kwargs)
-        lowered = _lower(plan, args, kwargs)
+        lowered = lower(plan, args, kwargs)
         return compute(args, kwargs, lowered)
 
-    def compute(args: Any, kwargs: dict[str, Any], lowered: _Lowered) -> Any:
+    def compute(args: Any, kwargs: dict[str, Any], lowered: Lowered) -> Any:
         device = lowered.device
         if device is None:
             device = npu_device(lowered)
-        fn = cpu if simple else prepare(lowered, device, capturing=False)
+        fn = cpu
+        if not simple:
+            if needs_data(args):
+                scheduler.wait_stream(current_queue(device.index or 0))
+            fn = prepare(lowered, device, None)
         if plan.resizes:
-            out = _call_resizing(plan, fn, lowered)
-            _bring_home(plan, args, kwargs, lowered)
+            out = call_resizing(plan, fn, lowered)
+            bring_home(plan, args, kwargs, lowered)
         else:
             out = fn(*lowered.args, **lowered.kwargs)
 
@@ -262,21 +105,22 @@ def npu_kernel(
                 alias(tensor).copy_(x)
             return tensor
 
-        return _results(plan, args, kwargs, out, lift)
+        return results(plan, args, kwargs, out, lift)
 
-    def prepare(lowered: _Lowered, device: torch.device, *, capturing: bool) -> Callable[..., Any]:
+    def prepare(lowered: Lowered, device: torch.device, graph: Graph | None) -> Callable[..., Any]:
         """Put a CPU generator into the arguments; what has to be called."""
         if not plan.randomness:
             return cpu
         index = device.index or 0
+        stand_in = seeded if graph is None else graph.generator
         if plan.randomness == "default":
-            return with_default_generator(cpu, generator_for(None, index, capturing=capturing))
+            return with_default_generator(cpu, stand_in(source_of(None, index)))
         for argument in plan.arguments:
             if argument.kind != "generator":
                 continue
             positional = not argument.keyword_only and argument.position < len(lowered.args)
             given = lowered.args[argument.position] if positional else lowered.kwargs.get(argument.name)
-            generator = generator_for(given, index, capturing=capturing)
+            generator = stand_in(source_of(given, index))
             if positional:
                 lowered.args[argument.position] = generator
             else:
@@ -292,7 +136,7 @@ def npu_kernel(
         record = local.updating
         if record is not None and not shape_only:
             return rewrite(record, args, kwargs)
-        lowered = _lower(plan, args, kwargs)
+        lowered = lower(plan, args, kwargs)
         device = npu_device(lowered)
         queue = current_queue(device.index)
         graph = capturing_graph(queue)
@@ -301,31 +145,40 @@ def npu_kernel(
         if graph is None:
             if not queue.items or scheduler.progress(queue) is None:
                 return compute(args, kwargs, lowered)
-            if needs_data(args):
-                scheduler.wait_stream(queue)
+            if needs_data(args):  # compute() waits
                 return compute(args, kwargs, lowered)
         elif needs_data(args):
             raise CaptureError(plan.name, "needs its data on the host")
         return later(args, kwargs, lowered, device, queue, graph)
 
     def later(
-        args: Any, kwargs: dict[str, Any], lowered: _Lowered, device: torch.device, queue: StreamQueue, graph: Any
+        args: Any,
+        kwargs: dict[str, Any],
+        lowered: Lowered,
+        device: torch.device,
+        queue: StreamQueue,
+        graph: Graph | None,
     ) -> Any:
         """Nothing is computed now: shapes from the meta kernel, and the work is captured or queued."""
-        if shape_only:
-            return compute(args, kwargs, lowered)
+        if shape_only:  # the kernel looks at shapes and refuses; `empty` poisons in the stream's order
+            out = cpu(*lowered.args, **lowered.kwargs)
+            return results(
+                plan,
+                args,
+                kwargs,
+                out,
+                lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device),
+            )
         if check is not None:
             check(lowered.args, lowered.kwargs)
         new_results = None in plan.returns
         targets: list[torch.Tensor] = []
-        results: Any
+        returned: Any
         if new_results or plan.resizes or plan.name.startswith("aten::"):
             out, stand_in = infer(operator, cpu, args, kwargs)
             if plan.resizes:
-                before = [_argument(a, args, kwargs) for a in plan.written]
-                _resize_out(plan, args, kwargs, stand_in, capturing=graph is not None)
-                if before:
-                    lowered = _lower(plan, args, kwargs)
+                resize_out(plan, args, kwargs, stand_in, capturing=graph is not None)
+                lowered = lower(plan, args, kwargs)
 
             def lift(x: torch.Tensor) -> torch.Tensor:
                 tensor = allocate(x.shape, x.stride(), x.dtype, device)
@@ -336,30 +189,30 @@ def npu_kernel(
                 targets.append(target)
                 return tensor
 
-            results = _results(plan, args, kwargs, out, lift)
+            returned = results(plan, args, kwargs, out, lift)
         else:
-            results = _results(plan, args, kwargs, (None,) * len(plan.returns), lambda x: x)
-        fn = prepare(lowered, device, capturing=graph is not None)
+            returned = results(plan, args, kwargs, (None,) * len(plan.returns), lambda x: x)
+        fn = prepare(lowered, device, graph)
 
         def execute(own_args: Any, own_kwargs: dict[str, Any]) -> None:
             produced = fn(*own_args, **own_kwargs)
             if not targets:
                 return
-            for target, source in zip(targets, _new_tensors(plan, produced), strict=True):
+            for target, source in zip(targets, new_tensors(plan, produced), strict=True):
                 if target.shape != source.shape:
                     raise RuntimeError(
                         f"{plan.name} produced shape {tuple(source.shape)}, its meta kernel said {tuple(target.shape)}"
                     )
                 target.copy_(source)
 
-        frozen_args, frozen_kwargs = _snapshots(args, kwargs, lowered)
+        frozen_args, frozen_kwargs = snapshots(args, kwargs, lowered)
         if graph is None:
             scheduler.submit(queue, Work(plan.short, lambda: execute(frozen_args, frozen_kwargs)))
         else:
             graph.add(OperatorNode(plan.short, execute, frozen_args, frozen_kwargs))
             if local.group is not None and local.group.graph is graph:
-                local.group.outputs = results  # an update returns them
-        return results
+                local.group.outputs = returned  # an update returns them
+        return returned
 
     def rewrite(record: Record, args: Any, kwargs: dict[str, Any]) -> Any:
         """An update: the record's node gets new arguments; nothing runs."""
@@ -369,13 +222,13 @@ def npu_kernel(
             if node is None or node.name != plan.short:
                 raise RuntimeError(f"graph.update() issued {plan.name} for record {record.index} ({record.operator})")
             record.check_update()
-            lowered = _lower(plan, args, kwargs)
+            lowered = lower(plan, args, kwargs)
             if check is not None:
                 check(lowered.args, lowered.kwargs)
-            node.args, node.kwargs = _snapshots(args, kwargs, lowered)
+            node.args, node.kwargs = snapshots(args, kwargs, lowered)
             record.updated()
         if all(at is not None for at in plan.returns):
-            return _results(plan, args, kwargs, (None,) * len(plan.returns), lambda x: x)
+            return results(plan, args, kwargs, (None,) * len(plan.returns), lambda x: x)
         return record.outputs
 
     return run

@@ -221,7 +221,9 @@ class Scheduler:
                 if seen != self._progress:
                     seen, deadline = self._progress, time.monotonic() + self.wait_seconds
                 left = deadline - time.monotonic()
-                if left > 0 and not queue.running:
+                if queue.running:  # a host function of the stream waits for the stream
+                    raise DeadlockError(blocked.text)
+                if left > 0:
                     self.changed.wait(left)
                     continue
                 self._drop_head(queue)

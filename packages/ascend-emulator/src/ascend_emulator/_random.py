@@ -1,7 +1,7 @@
 """CPU generators that stand in for npu generators. It owns seeds and offsets, not distributions.
 
-Eager: a function of the npu generator's (seed, offset), so manual_seed and saving and restoring a state work. In a
-capture: one running generator per npu generator, so that every replay draws new numbers.
+Each draw is a function of the npu generator's (seed, offset), so manual_seed and saving and restoring a state work. A
+captured draw has a generator of its graph, which every replay seeds anew when it is issued.
 """
 
 from __future__ import annotations
@@ -11,26 +11,27 @@ from typing import Any
 
 import torch
 
-__all__ = ["generator_for", "with_default_generator"]
+__all__ = ["next_seed", "seeded", "source_of", "with_default_generator"]
 
 _MASK = 0x7FFFFFFFFFFFFFFF
-_RUNNING: dict[int, tuple[Any, torch.Generator]] = {}  # by id; the npu generator is kept so that the id stays its own
 
 
-def generator_for(source: Any, device_index: int, *, capturing: bool) -> torch.Generator:
-    """The CPU generator for an npu generator (None: the device's default one)."""
-    if source is None:
-        source = torch.npu.default_generators[device_index]  # type: ignore[attr-defined]
-    if capturing:
-        entry = _RUNNING.get(id(source))
-        if entry is None:
-            entry = _RUNNING[id(source)] = (source, torch.Generator())
-            entry[1].manual_seed(source.initial_seed() & _MASK)
-        return entry[1]
+def source_of(generator: Any, device_index: int) -> Any:
+    """The npu generator that an operator draws from: the given one, else the device's default one."""
+    return torch.npu.default_generators[device_index] if generator is None else generator  # type: ignore[attr-defined]
+
+
+def next_seed(source: Any) -> int:
+    """A seed for the next draw of an npu generator, whose offset moves on."""
     offset = source.get_offset()
-    generator = torch.Generator()
-    generator.manual_seed((source.initial_seed() * 1000003 + offset) & _MASK)
     source.set_offset(offset + 4)
+    return int((source.initial_seed() * 1000003 + offset) & _MASK)
+
+
+def seeded(source: Any) -> torch.Generator:
+    """A CPU generator for one draw of an npu generator."""
+    generator = torch.Generator()
+    generator.manual_seed(next_seed(source))
     return generator
 
 

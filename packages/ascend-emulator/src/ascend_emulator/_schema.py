@@ -31,20 +31,24 @@ class Plan:
 
     Attributes:
         name: qualified name with overload.
+        short: name without namespace and overload.
         arguments: those that hold tensors, devices or generators.
+        positional: position, kind and written of those that may come by position, for the fast path.
+        keywords: kind and written by name.
         returns: per result, the index in `written` of the argument that it is, or None for a new tensor.
         written: the arguments that the operator writes.
         resizes: whether written arguments are out= arguments, which may be resized.
         strict: whether all tensors with dimensions must be on one device.
         needs_host: whether a result is a number or has a shape that depends on data.
+        is_index: whether it is `index`, whose result depends on data when it is given a mask.
         randomness: "generator" (has an argument for it), "default" (uses the default generator) or "".
     """
 
     name: str
     short: str
     arguments: tuple[Argument, ...]
-    positional: tuple[Argument, ...]
-    keywords: dict[str, Argument]
+    positional: tuple[tuple[int, str, bool], ...]
+    keywords: dict[str, tuple[str, bool]]
     written: tuple[Argument, ...]
     returns: tuple[int | None, ...]
     resizes: bool
@@ -109,8 +113,8 @@ def plan_of(name: str, operator: Any) -> Plan:
         name=name,
         short=base,
         arguments=tuple(arguments),
-        positional=tuple(a for a in arguments if not a.keyword_only),
-        keywords={a.name: a for a in arguments},
+        positional=tuple((a.position, a.kind, a.written) for a in arguments if not a.keyword_only),
+        keywords={a.name: (a.kind, a.written) for a in arguments},
         written=written,
         returns=tuple(returns),
         resizes=any(a.keyword_only for a in written),

@@ -1,7 +1,7 @@
 """The place where accesses to memory are reported for the order between streams. It owns the hook, not yet a checker.
 
-Every operator, copy, capture node and replay passes through `report`; the events' vector clocks are in
-`runtime/stream.c`. A checker sets `observer` and gets each access with the stream it was issued on, in issue order.
+`observer` hears every operator and tensor copy when it is issued or captured, and every replay, with the stream, in
+issue order. Waits between streams are in the events' vector clocks (`runtime/stream.c`). A checker becomes observer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ._queue import scheduler
 
 __all__ = ["Access", "observe", "observer"]
 
-# (operator name, stream address, tensors read and written as the operator's own arguments)
+# (operator name, stream address, the operator's own positional and keyword arguments)
 Access = Callable[[str, int, tuple[object, ...]], None]
 
 observer: Access | None = None

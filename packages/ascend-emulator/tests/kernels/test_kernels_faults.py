@@ -192,3 +192,22 @@ def test_cache_write_faults_and_writes_nothing() -> None:
         REGISTRY["atb::_npu_reshape_and_cache"](rows, rows, cache[1], cache[0], slots)
     assert (caught.value.layer, caught.value.page) == (1, PAGES)
     assert not cache.any()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_not_a_number_in_a_visible_row_stays_one(masked: bool) -> None:
+    query, key = torch.ones(1, 2, 1, 16).half(), torch.ones(1, 3, 1, 16).half()
+    value = key.clone()
+    key[0, 1, 0, 3] = float("nan")
+    mask = torch.zeros(1, 1, 2, 3, dtype=torch.bool)
+    mask[..., 0, 1] = True
+    out, _ = V2(query, key, value, input_layout="BSND", atten_mask=mask if masked else None)
+    assert out[0, 1].isnan().all() and bool(out[0, 0].isnan().any()) is not masked
+
+
+def test_one_query_token_a_request_ignores_query_lengths() -> None:
+    cache = Cache()
+    torch.manual_seed(3)
+    out = cache.attend()
+    torch.manual_seed(3)
+    assert torch.equal(cache.attend(actual_seq_qlen=[0, 7]), out)

@@ -45,7 +45,7 @@ class Case:
     mode: int = 0
     pre: int = 2**31 - 1
     following: int = 2**31 - 1
-    full_mask: bool = False
+    mask_form: str = ""
     sink: bool = False
     lse: bool = True
     seed: int = 0
@@ -76,9 +76,11 @@ class Data:
         self.kr = [self._draw(case.kv_heads, n, 64) for n in case.kv_lens]
         self.sink = self._draw(case.heads) * 2
         self.mask: torch.Tensor | None = None
-        if case.full_mask:
-            width = self.kv_seq
-            self.mask = torch.rand(len(case.q_lens), case.q_seq, width, generator=self.random) < 0.4
+        if case.mask_form:
+            own = case.mask_form == "B1QK" or (case.mask_form == "2D" and case.q_seq == 1)
+            rows = len(case.q_lens) if own else 1
+            mask = torch.rand(rows, case.q_seq, self.kv_seq, generator=self.random) < 0.4
+            self.mask = mask if own else mask.expand(len(case.q_lens), -1, -1)
 
     def _draw(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.random).to(self.case.dtype)
@@ -153,7 +155,9 @@ class Data:
         if case.sink:
             options["learnable_sink"] = self.sink
         if self.mask is not None:
-            options["atten_mask"] = self.mask.unsqueeze(1)
+            forms = {"B1QK": self.mask, "11QK": self.mask[:1], "1QK": self.mask[0], "2D": self.mask[0]}
+            mask = self.mask[:, 0] if case.mask_form == "2D" and case.q_seq == 1 else forms[case.mask_form]
+            options["atten_mask"] = (mask if case.mask_form == "2D" else mask.unsqueeze(-3)).contiguous()
         elif case.mode in (2, 3, 4):
             options["atten_mask"] = TRIANGLE
         if case.version == V1:
@@ -264,8 +268,12 @@ def plain_cases(draw: st.DrawFn) -> Case:
     longest = 60 if decode else 140
     kv_lens = draw(st.lists(st.integers(0, longest if block_size else 9), min_size=batch, max_size=batch))
     mode = draw(st.sampled_from([0, 1, 2, 3, 4]))
-    full_mask = mode == 1 or (mode == 0 and draw(st.booleans()))
-    if full_mask or mode == 4:
+    dim, value_dim = draw(st.sampled_from([(16, 16), (32, 48), (64, 32)]))
+    mask_form = ""
+    if mode == 1 or (mode == 0 and draw(st.booleans())):
+        plain = dim == value_dim and layout in ("BSH", "BSND", "BNSD", "BNSD_BSND")
+        mask_form = draw(st.sampled_from(["B1QK", "11QK", "1QK", *["2D"] * plain]))
+    if mask_form or mode == 4:
         pre, following = draw(st.integers(-2, 6)), draw(st.integers(-2, 6))
     else:
         pre = following = 2**31 - 1
@@ -275,8 +283,8 @@ def plain_cases(draw: st.DrawFn) -> Case:
         dtype=draw(st.sampled_from([torch.float16, torch.bfloat16])),
         heads=kv_heads * draw(st.integers(1, 3)),
         kv_heads=kv_heads,
-        dim=draw(st.sampled_from([16, 32, 64])),
-        value_dim=draw(st.sampled_from([16, 32, 48])),
+        dim=dim,
+        value_dim=value_dim,
         q_lens=q_lens,
         kv_lens=kv_lens,
         block_size=block_size,
@@ -284,7 +292,7 @@ def plain_cases(draw: st.DrawFn) -> Case:
         mode=mode,
         pre=pre,
         following=following,
-        full_mask=full_mask,
+        mask_form=mask_form,
         lse=draw(st.booleans()),
         seed=draw(st.integers(0, 1000)),
     )
@@ -384,12 +392,7 @@ def test_query_tokens_that_see_nothing_give_zeros(mode: int, kv: int) -> None:
     assert any(hidden) == (mode != 2)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_not_a_number_in_a_visible_row_stays_one(masked: bool) -> None:
-    query, key = torch.ones(1, 2, 1, 16).half(), torch.ones(1, 3, 1, 16).half()
-    value = key.clone()
-    key[0, 1, 0, 3] = float("nan")
-    mask = torch.zeros(1, 1, 2, 3, dtype=torch.bool)
-    mask[..., 0, 1] = True
-    out, _ = REGISTRY[V2](query, key, value, input_layout="BSND", atten_mask=mask if masked else None)
-    assert out[0, 1].isnan().all() and bool(out[0, 0].isnan().any()) is not masked
+@pytest.mark.parametrize("form", ["B1QK", "11QK", "1QK", "2D"])
+@pytest.mark.parametrize("q", [1, 4])
+def test_every_form_of_a_full_mask(form: str, q: int) -> None:
+    run_and_compare(Case(*(V2, "BSH", torch.float16, 4, 2, 16, 16, [q, q], [9, 7]), mode=q % 2, mask_form=form))

@@ -13,6 +13,7 @@ __all__ = [
     "BucketError",
     "CaptureFailed",
     "CaptureRefused",
+    "DeviceMismatch",
     "FenceTimeout",
     "GraphBroken",
     "GraphClosed",
@@ -25,6 +26,7 @@ __all__ = [
     "RowDtypeError",
     "RowValueError",
     "RowWidthError",
+    "StepFailed",
     "TensorValuedKey",
     "UncoveredKey",
     "UnknownDevice",
@@ -65,6 +67,10 @@ class GraphError(Exception):
 
 class UnknownDevice(GraphError, ValueError):
     """A device name that no device is registered for."""
+
+
+class DeviceMismatch(GraphError, ValueError):
+    """Parts that must be on one device are on two."""
 
 
 class CaptureRefused(GraphError, RuntimeError):
@@ -129,6 +135,10 @@ class UpdateTimeout(GraphError, TimeoutError):
 
 class FenceTimeout(GraphError, TimeoutError):
     """The previous step did not end in time; nothing was rewritten."""
+
+
+class StepFailed(GraphError, RuntimeError):
+    """The device raised while the previous step ran; the cause is chained."""
 
 
 class BucketError(GraphError, ValueError):

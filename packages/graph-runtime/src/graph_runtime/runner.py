@@ -21,14 +21,15 @@ from .errors import (
     BatchTooLarge,
     BucketError,
     CaptureFailed,
+    DeviceMismatch,
     FenceTimeout,
     GraphClosed,
     GraphError,
-    HostListError,
+    StepFailed,
     UpdateFailed,
     UpdateTimeout,
 )
-from .ledger import int_list
+from .host_lists import pad_host_lists
 from .outputs import check_output, cut_output
 from .step import CaptureReport, Decision, Mode, RunnerCounters, StepInputs, StepResult
 from .update import UpdateSpec
@@ -60,6 +61,7 @@ class DecodeRunner:
 
     Raises:
         BucketError: The buffers hold fewer requests than the largest bucket.
+        DeviceMismatch: The buffers are on another device.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class DecodeRunner:
         device: GraphDevice,
         forward: Callable[[StepInputs], Any],
         buffers: StaticBuffers,
-        buckets: Buckets,
+        buckets: Buckets | Sequence[int],
         update: UpdateSpec | None = None,
         rows_per_request: Mapping[str, int] | None = None,
         output_rows_per_request: int | Sequence[int] = 1,
@@ -78,10 +80,18 @@ class DecodeRunner:
         update_timeout: float | None = 30.0,
         fence_timeout: float | None = 60.0,
     ) -> None:
+        if buffers.device.torch_device != device.torch_device:
+            raise DeviceMismatch(
+                "buffers",
+                expected=f"static buffers on {device.name}",
+                got=buffers.device.name,
+                consequence="Captured graphs would read memory of another device.",
+                remedy="Make the buffers with the runner's device.",
+            )
         self._device = device
         self._forward = forward
         self._buffers = buffers
-        self._buckets = buckets
+        self._buckets = buckets if isinstance(buckets, Buckets) else Buckets(buckets)
         self._update = update if update is not None else UpdateSpec()
         self._per_request = dict(rows_per_request or {})
         self._output_rows = output_rows_per_request
@@ -94,17 +104,17 @@ class DecodeRunner:
         self._graphs: dict[int, BucketGraph] = {}
         self._failed: dict[int, str] = {}
         self._fence: Fence | None = None
-        self._last = "none"
+        self._last: int | None = None
         self._closed = False
         self.counters = RunnerCounters()
         self._capacity = min(
             (buffers.field(name).rows // factor for name in buffers.names if (factor := self._factor(name))), default=0
         )
-        if self._capacity < buckets.largest:
+        if self._capacity < self._buckets.largest:
             raise BucketError(
                 "buckets",
                 expected=f"at most {self._capacity}, the requests that the static buffers hold",
-                got=buckets.largest,
+                got=self._buckets.largest,
                 consequence="The largest bucket could not be loaded.",
                 remedy="Lay the RowLayout out with more rows, or capture smaller buckets.",
             )
@@ -213,13 +223,17 @@ class DecodeRunner:
             HostListError: A host list is missing, unknown, too short or long, or holds something else than lengths.
             RowValueError: A value does not fit its field.
             BatchTooLarge: More requests than the buffers hold.
+            BucketError: `raw_bs` is negative.
             FenceTimeout: The previous step did not end in time. Nothing was written.
+            StepFailed: The device raised in the previous step. Nothing was written; its bucket must be captured again.
             UpdateFailed: The device raised in the update. Nothing was replayed; the bucket must be captured again.
             UpdateTimeout: The update did not end in time. As above.
         """
         with self._lock:
             self._check_open()
-            decision = Decision(None, "forced", "asked for by the caller") if eager else self.can_run(raw_bs)
+            decision = self.can_run(raw_bs)
+            if eager:
+                decision = Decision(None, "forced", "asked for by the caller")
             if raw_bs > self._capacity:
                 raise BatchTooLarge(
                     "raw_bs",
@@ -229,7 +243,7 @@ class DecodeRunner:
                     remedy="Split the batch, or lay the static buffers out for more requests.",
                 )
             bs = decision.bucket if decision.bucket is not None else (raw_bs or self._buckets.smallest)
-            host = self._pad(host_lists or {}, raw_bs, bs)
+            host = pad_host_lists(self._update.host_names, host_lists or {}, raw_bs, bs, self._per_request)
             prepared = self._buffers.prepare(self._rows(raw_bs), values)
             self._await_previous()
             inputs = self._inputs(host, bs, raw_bs)
@@ -244,7 +258,7 @@ class DecodeRunner:
                 else:
                     output = self._replay(self._graphs[decision.bucket], host)
                 self._fence = self._device.record_fence()
-                self._last = f"bucket {decision.bucket}" if decision.bucket else f"eager step of {bs} rows"
+                self._last = decision.bucket
             self._count(decision, bs - raw_bs)
             mode: Mode = "eager" if decision.bucket is None else "graph"
             return StepResult(cut_output(output, raw_bs, self._output_rows), mode, decision.bucket, decision.reason)
@@ -256,6 +270,7 @@ class DecodeRunner:
 
         Raises:
             FenceTimeout: The last step did not end in time; everything was released all the same.
+            StepFailed: The device raised in the last step; everything was released all the same.
         """
         with self._lock:
             if self._closed:
@@ -287,37 +302,13 @@ class DecodeRunner:
         }
         return StepInputs(views, host, bs, raw_bs)
 
-    def _pad(self, host_lists: Mapping[str, HostLengths], raw_bs: int, bs: int) -> dict[str, list[int]]:
-        wanted = self._update.host_names
-        if set(host_lists) != set(wanted):
-            raise HostListError(
-                "host_lists",
-                expected=f"exactly {list(wanted)}, the lists of the update",
-                got=sorted(host_lists),
-                consequence="A missing list would leave old lengths in the graph; any other would be baked into it.",
-                remedy="Pass these lists, or name the list in the UpdateSpec.",
-            )
-        padded: dict[str, list[int]] = {}
-        for name in wanted:
-            factor = self._factor(name)
-            lengths = int_list(name, host_lists[name])
-            if len(lengths) != raw_bs * factor:
-                raise HostListError(
-                    f"host list {name!r}",
-                    expected=f"{raw_bs * factor} lengths for {raw_bs} live requests",
-                    got=len(lengths),
-                    consequence="Requests would use each other's lengths.",
-                    remedy="Pass the live rows only; padding is done here.",
-                )
-            padded[name] = lengths + [0] * (bs * factor - len(lengths))
-        return padded
-
     def _capture_one(self, bucket: int) -> BucketGraph:
         with self._device.gate.lock:
             if not self._graphs:  # a pool ends with its last graph and cannot be used again
                 self._pool = self._device.new_pool()
             self._buffers.reset()
-            host = self._pad({name: [] for name in self._update.host_names}, 0, bucket)
+            names = self._update.host_names
+            host = pad_host_lists(names, {name: [] for name in names}, 0, bucket, self._per_request)
             return capture_bucket(
                 self._device,
                 self._forward,
@@ -358,9 +349,25 @@ class DecodeRunner:
         return held.output
 
     def _await_previous(self) -> None:
-        if self._fence is not None and not self._fence.wait(self._fence_timeout):
+        fence, what = self._fence, f"previous step ({'eager' if self._last is None else f'bucket {self._last}'})"
+        if fence is None:
+            return
+        try:
+            reached = fence.wait(self._fence_timeout)
+        except Exception as error:
+            self._fence = None
+            if self._last in self._graphs:
+                self._graphs[self._last].graph.abandon(f"a replay failed on the device: {error}")
+            raise StepFailed(
+                what,
+                expected="a step without a device error",
+                got=f"{type(error).__name__}: {error}",
+                consequence="Its output is not valid; nothing of the present step was written.",
+                remedy="Mend the cause and capture the bucket again; steps may go on if the device still works.",
+            ) from error
+        if not reached:
             raise FenceTimeout(
-                f"previous step ({self._last})",
+                what,
                 expected=f"an end within {self._fence_timeout} s",
                 got="still running",
                 consequence="A write or update now would reach the step in flight, so nothing was written.",

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 import torch_npu
-from graph_runtime import Buckets, DecodeRunner, StepInputs, get_device
+from graph_runtime import Buckets, DecodeRunner, StaticBuffers, StepInputs, get_device
 from graph_runtime.errors import (
     CaptureFailed,
     CaptureRefused,
+    DeviceMismatch,
     FenceTimeout,
+    StepFailed,
     UpdateFailed,
 )
 from graph_runtime.testing import RecordingDevice
@@ -51,6 +53,40 @@ def test_a_failing_update_reaches_the_caller_before_launch(toy: Any, make: Make)
     result = toy.step(runner, requests)
     assert result.mode == "graph"
     toy.check(result, decoder, requests)
+
+
+def test_an_update_that_the_op_refuses(toy: Any, make: Make) -> None:
+    """E14 with the op's own refusal: a length beyond the block table, found when the op is re-issued."""
+    runner, decoder = make(buckets=[1])
+    runner.capture()
+    request = toy.Request(0)
+    toy.check(toy.step(runner, [request]), decoder, [request])
+    values = {"x": request.xs[-1][None], "slots": [request.slot()], "table": [request.pages]}
+    with pytest.raises(UpdateFailed, match="table"):
+        runner.run(values, {"kv_lens": [3 * toy.PAGE + 1]}, 1)
+    assert runner.can_run(1).reason == "graph_broken"
+    runner.capture()
+    result = runner.run(values, {"kv_lens": [1]}, 1)
+    assert result.mode == "graph"
+    toy.check(result, decoder, [request])
+
+
+def test_a_fault_on_the_device_is_told_by_the_next_step(toy: Any, make: Make) -> None:
+    """E12: reading slots that nobody wrote is the device's 507015; it is not blamed on the step after it."""
+    decoder = toy.Decoder()
+    decoder.keys = [torch.empty_like(cache) for cache in decoder.keys]
+    decoder.values = [torch.empty_like(cache) for cache in decoder.values]
+    runner, _ = make(decoder=decoder, buckets=[1])
+    runner.capture()
+    request = toy.Request(0)
+    toy.check(toy.step(runner, [request]), decoder, [request])
+    values = {"x": request.xs[-1][None], "slots": [request.slot()], "table": [request.pages]}
+    runner.run(values, {"kv_lens": [17]}, 1)  # 16 added twice would look like this
+    with pytest.raises(StepFailed, match="507015") as caught:
+        runner.run(values, {"kv_lens": [1]}, 1)
+    assert "previous step (bucket 1)" in str(caught.value)
+    runner.capture()
+    toy.check(runner.run(values, {"kv_lens": [1]}, 1), decoder, [request])
 
 
 def test_a_slow_update_is_waited_for(toy: Any, make: Make) -> None:
@@ -208,3 +244,8 @@ def test_close_gives_memory_back(toy: Any, make: Make) -> None:
     assert held > before and torch_npu.npu.memory_allocated(device_index) <= before
     assert threading.active_count() == threads
     assert decoder.keys[0].device.type == "npu"
+
+
+def test_buffers_of_another_device(toy: Any, make: Make) -> None:
+    with pytest.raises(DeviceMismatch, match="npu:1"):
+        make(buffers=StaticBuffers(toy.layout(), get_device("npu:1")))

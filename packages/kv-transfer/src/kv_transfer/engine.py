@@ -64,13 +64,16 @@ class Blocks(Protocol):
     """
 
     @property
-    def source(self) -> npt.NDArray[np.uint64]: ...  # noqa: D102
+    def source(self) -> npt.NDArray[np.uint64]:
+        """Local addresses."""
 
     @property
-    def destination(self) -> npt.NDArray[np.uint64]: ...  # noqa: D102
+    def destination(self) -> npt.NDArray[np.uint64]:
+        """Addresses at the peer."""
 
     @property
-    def nbytes(self) -> npt.NDArray[np.uint64]: ...  # noqa: D102
+    def nbytes(self) -> npt.NDArray[np.uint64]:
+        """Bytes of each block."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

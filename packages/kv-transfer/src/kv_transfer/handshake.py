@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import kv_planner
 
 from kv_transfer.coverage import Layer
-from kv_transfer.errors import PeerRefused, UnsupportedLayout
+from kv_transfer.errors import PeerRefused, ProtocolError, ProtocolVersionError, UnsupportedLayout
 from kv_transfer.messages import DifferenceRecord, Refusal, RefusalCode
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "RouteSummary",
     "agree_pair",
     "agree_whole",
+    "as_refusal",
     "check_engine",
     "check_movable",
     "parse_manifest",
@@ -132,6 +133,14 @@ def agree_whole(local: kv_planner.RankManifest, prefill: Sequence[kv_planner.Ran
             f"the prefill side of ranks {ranks} is not whole: {error}", code=RefusalCode.DEPLOYMENT.value
         ) from error
     return _agree(local, deployment).reversed()
+
+
+def as_refusal(error: PeerRefused | ProtocolError) -> PeerRefused:
+    """What an error in a peer's words means for the peer: it is refused."""
+    if isinstance(error, PeerRefused):
+        return error
+    code = RefusalCode.VERSION if isinstance(error, ProtocolVersionError) else RefusalCode.MALFORMED
+    return PeerRefused(str(error), code=code.value)
 
 
 def refusal_message(error: PeerRefused) -> Refusal:

@@ -13,7 +13,6 @@ import kv_planner
 import numpy as np
 import numpy.typing as npt
 import zmq
-from typing_extensions import Self
 
 from kv_transfer.config import Limits, Timeouts
 from kv_transfer.engine import TransferEngine
@@ -59,11 +58,12 @@ class Receiver(Endpoint):
         if prefill_ranks < 1:
             raise ValueError(f"prefill_ranks: expected at least 1, got {prefill_ranks}")
         check_movable(manifest)
+        regions = register_manifest(engine, manifest)
         super().__init__(f"kv-transfer-receiver-{Rank.of(manifest)}", timeouts or Timeouts(), limits or Limits())
         self._manifest = manifest
         self._engine = engine
         self._core = ReceiverCore(manifest, engine.name, engine.session, prefill_ranks, self._timeouts, self._limits)
-        self._regions = register_manifest(engine, manifest)
+        self._regions = regions
         context, control = self._open_socket(zmq.ROUTER)
         control.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
@@ -120,9 +120,11 @@ class Receiver(Endpoint):
         def ready() -> bool | None:
             if self._core.closed is not None:
                 raise self._core.closed
+            if self._core.is_ready:
+                return True
             if self._core.refusals:
                 raise self._core.refusals.popleft()
-            return True if self._core.is_ready else None
+            return None
 
         with self.lock:
             if self.wait_for(ready, seconds) is None:
@@ -190,7 +192,7 @@ class Receiver(Endpoint):
         for address in self._regions:
             self._engine.unregister(address)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Receiver:
         """Itself."""
         return self
 

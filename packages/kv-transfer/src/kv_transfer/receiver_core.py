@@ -6,7 +6,6 @@ once: readiness is the set of distinct ranks whose connections live, never a num
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Sequence
 
@@ -18,7 +17,6 @@ from kv_transfer.errors import (
     PeerLost,
     PeerRefused,
     ProtocolError,
-    ProtocolVersionError,
     SessionStateError,
     TransferError,
     TransferTimeout,
@@ -28,6 +26,7 @@ from kv_transfer.handshake import (
     RouteSummary,
     agree_pair,
     agree_whole,
+    as_refusal,
     check_engine,
     parse_manifest,
     refusal_error,
@@ -49,6 +48,7 @@ from kv_transfer.messages import (
     decode,
     encode,
 )
+from kv_transfer.receiver_peer import Peer
 from kv_transfer.receiver_room import ReceiverRoom, Writer
 from kv_transfer.silence import Silence
 from kv_transfer.states import PEER_STEPS, PeerPhase, StateMachine
@@ -56,22 +56,6 @@ from kv_transfer.states import PEER_STEPS, PeerPhase, StateMachine
 __all__ = ["ReceiverCore"]
 
 _PROBE_SECONDS = 0.2
-
-
-@dataclasses.dataclass(slots=True)
-class _Peer:
-    """One connection that said a right hello."""
-
-    rank: Rank
-    manifest: kv_planner.RankManifest
-    machine: StateMachine[PeerPhase]
-    silence: Silence
-    summary: RouteSummary | None = None
-    dead_at: float | None = None
-
-    @property
-    def phase(self) -> PeerPhase:
-        return self.machine.state
 
 
 class ReceiverCore:
@@ -108,7 +92,7 @@ class ReceiverCore:
         self._prefill_ranks = prefill_ranks
         self._timeouts = timeouts
         self._limits = limits
-        self._peers: dict[bytes, _Peer] = {}
+        self._peers: dict[bytes, Peer] = {}
         self._ready = False
         self._lost: dict[Rank, PeerLost] = {}
         self._second_hellos: list[tuple[float, bytes, Hello]] = []
@@ -152,7 +136,7 @@ class ReceiverCore:
             else:
                 self._handle(identity, peer, message, now)
         except (PeerRefused, ProtocolError) as error:
-            self._refuse(identity, _as_refusal(error))
+            self._refuse(identity, as_refusal(error))
         self._collect()
 
     def unreachable(self, identity: bytes, now: float) -> None:
@@ -277,7 +261,7 @@ class ReceiverCore:
                 )
         agree_pair(self._manifest, manifest)
         machine = StateMachine(f"peer {rank}", PEER_STEPS, PeerPhase.WELCOMED)
-        self._peers[identity] = _Peer(rank, manifest, machine, Silence(self._timeouts, now))
+        self._peers[identity] = Peer(rank, manifest, machine, Silence(self._timeouts, now))
         self._incarnation += 1
         self._post(
             identity,
@@ -297,9 +281,9 @@ class ReceiverCore:
             try:
                 self._hello(identity, message, now, probed=True)
             except (PeerRefused, ProtocolError) as error:
-                self._refuse(identity, _as_refusal(error))
+                self._refuse(identity, as_refusal(error))
 
-    def _handle(self, identity: bytes, peer: _Peer, message: Message, now: float) -> None:
+    def _handle(self, identity: bytes, peer: Peer, message: Message, now: float) -> None:
         if isinstance(message, Agreed):
             if peer.phase is PeerPhase.WELCOMED:
                 peer.machine.to(PeerPhase.MEMBER)
@@ -353,7 +337,7 @@ class ReceiverCore:
         if peer is not None:
             self._lose(identity, peer, f"it was refused: {error}", PeerPhase.LOST)
 
-    def _lose(self, identity: bytes, peer: _Peer, why: str, phase: PeerPhase) -> None:
+    def _lose(self, identity: bytes, peer: Peer, why: str, phase: PeerPhase) -> None:
         if phase not in PEER_STEPS[peer.phase]:
             return
         was_member = peer.phase is PeerPhase.MEMBER
@@ -403,10 +387,3 @@ class ReceiverCore:
         peer = self._peers.get(identity)
         if peer is None or peer.phase is not PeerPhase.GONE:
             self.outbox.append((identity, encode(message, self._limits)))
-
-
-def _as_refusal(error: PeerRefused | ProtocolError) -> PeerRefused:
-    if isinstance(error, PeerRefused):
-        return error
-    code = RefusalCode.VERSION if isinstance(error, ProtocolVersionError) else RefusalCode.MALFORMED
-    return PeerRefused(str(error), code=code.value)

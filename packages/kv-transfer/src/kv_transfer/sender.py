@@ -14,7 +14,6 @@ import kv_planner
 import numpy.typing as npt
 import zmq
 from pydantic import JsonValue
-from typing_extensions import Self
 
 from kv_transfer.config import Limits, Timeouts
 from kv_transfer.engine import TransferEngine
@@ -55,13 +54,14 @@ class Sender(Endpoint):
     ) -> None:
         """Registers the memory; `connect` starts the conversation."""
         check_movable(manifest)
+        regions = register_manifest(engine, manifest)
         super().__init__(f"kv-transfer-sender-{Rank.of(manifest)}", timeouts or Timeouts(), limits or Limits())
         self._manifest = manifest
         self._engine = engine
         self._endpoint = endpoint
         self._core: SenderCore | None = None
         self._closed = False
-        self._regions = register_manifest(engine, manifest)
+        self._regions = regions
 
     @property
     def rank(self) -> Rank:
@@ -107,11 +107,17 @@ class Sender(Endpoint):
             control.close()
             context.term()
             raise ValueError(f"endpoint: {self._endpoint!r} cannot be connected to: {error}") from error
-        with self.lock:
-            core = SenderCore(self._manifest, self._engine, self._timeouts, self._limits, time.monotonic())
-            self._core = core
-            self._start(context, control)
-            self._await_phase(core, (SenderPhase.AGREED, SenderPhase.READY), seconds, "the receiver did not answer")
+        try:
+            with self.lock:
+                core = SenderCore(self._manifest, self._engine, self._timeouts, self._limits, time.monotonic())
+                self._core = core
+                self._start(context, control)
+                self._await_phase(core, (SenderPhase.AGREED, SenderPhase.READY), seconds, "the receiver did not answer")
+        except TransferTimeout:
+            with self.lock:
+                core.close("nobody answered")
+            self._stop()
+            raise
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Waits until all prefill ranks are there and the receiver agreed with the whole.
@@ -181,7 +187,7 @@ class Sender(Endpoint):
         for address in self._regions:
             self._engine.unregister(address)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Sender:
         """Itself; `connect` is the caller's."""
         return self
 
@@ -333,6 +339,8 @@ class SenderSession:
         self, metadata: Mapping[str, JsonValue] | None = None, *, wait: bool = True, timeout: float | None = None
     ) -> None:
         """Says that all chunks were handed over; the receiver is told when all of them have arrived.
+
+        FINISHED means that the receiver took what this rank had to send; other ranks of the room may still fail.
 
         Args:
             metadata: JSON values for the receiver, such as the first token.

@@ -23,6 +23,7 @@ from kv_transfer.errors import (
 from kv_transfer.handshake import (
     Rank,
     agree_pair,
+    as_refusal,
     check_engine,
     parse_manifest,
     refusal_error,
@@ -40,7 +41,6 @@ from kv_transfer.messages import (
     Offer,
     Ready,
     Refusal,
-    RefusalCode,
     Welcome,
     decode,
     encode,
@@ -124,10 +124,8 @@ class SenderCore:
         try:
             message = decode(data, self._limits)
             self._handle(message)
-        except ProtocolError as error:
-            self._refuse(PeerRefused(str(error), code=RefusalCode.MALFORMED.value))
-        except PeerRefused as error:
-            self._refuse(error)
+        except (PeerRefused, ProtocolError) as error:
+            self._refuse(as_refusal(error))
         self._collect()
 
     def disconnected(self, why: str) -> None:

@@ -138,7 +138,7 @@ class SenderRoom:
         Raises:
             CoverageError: The chunk reaches past the offered pages.
             kv_planner.PlanError: Pages that cannot be paired.
-            ValueError: A layer or part that this rank's route does not hold.
+            ValueError: A layer or part that this rank's route does not hold, or pages that are no 1-D array.
         """
         layers = self._select(layer_ids, parts)
         if self.offer is None:
@@ -146,6 +146,8 @@ class SenderRoom:
         if not layers:
             return Chunk((), 0, 0, ())
         source = np.asarray(source_pages)
+        if source.ndim != 1:
+            raise ValueError(f"source_pages: expected a 1-D int32 or int64 array, got shape {source.shape}")
         if source.size == 0:
             source = source.astype(np.int64)
         stop = start + len(source)

@@ -10,7 +10,7 @@
 typedef aclError (*PythonCall)(int kind, void *stream, void *first, const void *second, uint64_t value, uint64_t size);
 
 static _Thread_local char message[4096];
-static _Thread_local int current_device;
+static _Thread_local int current_device = -1; /* a thread has no device before its first aclrtSetDevice */
 static char contexts[EMULATOR_MAX_DEVICES];
 static int device_count = 1;
 static PythonCall python_call;
@@ -31,14 +31,12 @@ aclError emulator_fail(aclError code, const char *format, ...) {
     return code;
 }
 
-int emulator_has_python(void) { return python_call != NULL; }
-
 aclError emulator_call(int kind, void *stream, void *first, const void *second, uint64_t value, uint64_t size) {
     if (!python_call) return emulator_fail(ERROR_UNSUPPORTED, "the runtime was used before install() had finished");
     return python_call(kind, stream, first, second, value, size);
 }
 
-int emulator_device(void) { return current_device; }
+int emulator_device(void) { return current_device < 0 ? 0 : current_device; }
 int emulator_device_count(void) { return device_count; }
 
 double emulator_now(void) {
@@ -62,10 +60,16 @@ EMULATOR_API aclError aclrtSetDevice(int32_t deviceId) {
     return ACL_SUCCESS;
 }
 
-EMULATOR_API aclError aclrtGetDevice(int32_t *deviceId) { *deviceId = current_device; return ACL_SUCCESS; }
+EMULATOR_API aclError aclrtGetDevice(int32_t *deviceId) {
+    if (current_device < 0) return emulator_fail(ERROR_NO_CONTEXT, "this thread has set no device");
+    *deviceId = current_device;
+    return ACL_SUCCESS;
+}
+
 EMULATOR_API aclError aclrtResetDevice(int32_t deviceId) { (void)deviceId; return ACL_SUCCESS; }
 
 EMULATOR_API aclError aclrtGetCurrentContext(aclrtContext *context) {
+    if (current_device < 0) return emulator_fail(ERROR_NO_CONTEXT, "this thread has set no device");
     *context = &contexts[current_device];
     return ACL_SUCCESS;
 }

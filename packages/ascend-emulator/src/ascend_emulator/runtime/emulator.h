@@ -17,6 +17,7 @@ enum {
     EMULATOR_POISON = 0xFF,
     ERROR_PARAMETER = 107000,
     ERROR_DEVICE = 107001,
+    ERROR_NO_CONTEXT = 107002,
     ERROR_EVENT = 107003,
     ERROR_STREAM_CAPTURED = 107027,
     ERROR_CAPTURED_EVENT = 107028,
@@ -72,13 +73,11 @@ enum {
     CALL_GROUP_BEGIN,
     CALL_GROUP_END,
     CALL_UPDATE_BEGIN,
-    CALL_UPDATE_END,
-    CALL_VALUE_CHANGED
+    CALL_UPDATE_END
 };
 
 aclError emulator_fail(aclError code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 aclError emulator_call(int kind, void *stream, void *first, const void *second, uint64_t value, uint64_t size);
-int emulator_has_python(void);
 
 /* Nonzero while Python holds pending work, deliveries or checks on any stream. */
 extern EMULATOR_API int emulator_active;

@@ -91,6 +91,7 @@ class LoopbackEngine:
 
     def submit(self, peer: str, batch: Blocks) -> TransferHandle:
         """See `TransferEngine.submit`."""
+        self._refuse_closed()
         limit = self._capabilities.max_entries_per_batch
         if limit is not None and len(batch.nbytes) > limit:
             raise EngineError(

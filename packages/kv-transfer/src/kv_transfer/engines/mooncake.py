@@ -8,12 +8,14 @@ reaches its port can write registered memory.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import math
 import os
 import queue
 import threading
-from typing import Protocol, cast
+import weakref
+from typing import Literal, Protocol, cast
 
 from kv_transfer.engine import DONE, Blocks, EngineCapabilities, TransferHandle, TransferState, TransferStatus
 from kv_transfer.errors import EngineError, EngineUnavailable
@@ -38,6 +40,16 @@ _CODES = {
     -302: "out of memory",
 }
 _TIMEOUT_VARIABLES = ("MC_TRANSFER_TIMEOUT", "MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC")
+
+
+_OPEN: weakref.WeakSet[MooncakeEngine] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_open_engines() -> None:
+    """The library's own threads abort the process when they are still there at its very end."""
+    for engine in list(_OPEN):
+        engine.close()
 
 
 class _Library(Protocol):
@@ -81,7 +93,9 @@ class MooncakeEngine:
             process's environment before the library starts, so the engines of one process share it. None leaves the
             environment alone.
         workers: Batches on their way at once.
+        log_level: What the library writes to standard error, unless MC_LOG_LEVEL says otherwise already.
         max_entries_per_batch: Longest batch; a batch cannot be interrupted, so it bounds how long `cancel` takes.
+        max_block_bytes: Longest block, likewise.
 
     Raises:
         EngineUnavailable: The wheel or one of its system libraries is missing.
@@ -95,8 +109,9 @@ class MooncakeEngine:
         protocol: str = "tcp",
         transfer_timeout: float | None = 10.0,
         workers: int = 1,
-        max_entries_per_batch: int = 1024,
-        max_block_bytes: int | None = 64 << 20,
+        log_level: Literal["INFO", "WARNING", "ERROR"] = "ERROR",
+        max_entries_per_batch: int = 256,
+        max_block_bytes: int | None = 16 << 20,
     ) -> None:
         """Starts the library and its worker threads."""
         if protocol != "tcp":
@@ -113,6 +128,7 @@ class MooncakeEngine:
                 raise ValueError(f"transfer_timeout: expected a positive number of seconds, got {transfer_timeout!r}")
             for variable in _TIMEOUT_VARIABLES:
                 os.environ[variable] = str(math.ceil(transfer_timeout))
+        os.environ.setdefault("MC_LOG_LEVEL", log_level)
         library = _load()
         code = library.initialize(hostname, "P2PHANDSHAKE", protocol, "")
         if code != 0:
@@ -137,6 +153,7 @@ class MooncakeEngine:
         )
         for worker in self._workers:
             worker.start()
+        _OPEN.add(self)
 
     @property
     def name(self) -> str:
@@ -187,6 +204,7 @@ class MooncakeEngine:
 
     def submit(self, peer: str, batch: Blocks) -> TransferHandle:
         """See `TransferEngine.submit`."""
+        self._refuse_closed()
         limit = self._capabilities.max_entries_per_batch
         if limit is not None and len(batch.nbytes) > limit:
             raise EngineError(

@@ -1,0 +1,42 @@
+"""A prefill rank as its receiver knows it: one connection that said a right hello.
+
+Data with a state; what happens to it is decided in the core.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import kv_planner
+
+from kv_transfer.handshake import Rank, RouteSummary
+from kv_transfer.silence import Silence
+from kv_transfer.states import PeerPhase, StateMachine
+
+__all__ = ["Peer"]
+
+
+@dataclasses.dataclass(slots=True)
+class Peer:
+    """One connection.
+
+    Attributes:
+        rank: Who it is on the prefill side.
+        manifest: What it owns.
+        machine: Its phase.
+        silence: When it was heard.
+        summary: What it delivers for one page; None before the whole side agreed.
+        dead_at: When the bytes of a closed connection have landed for sure, monotonic seconds.
+    """
+
+    rank: Rank
+    manifest: kv_planner.RankManifest
+    machine: StateMachine[PeerPhase]
+    silence: Silence
+    summary: RouteSummary | None = None
+    dead_at: float | None = None
+
+    @property
+    def phase(self) -> PeerPhase:
+        """The current phase."""
+        return self.machine.state

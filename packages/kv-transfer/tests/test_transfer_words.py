@@ -1,0 +1,160 @@
+"""The cores by themselves: late words, dead writers, and words in any order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transfer_memory import make_layout, stages, whole
+
+import kv_transfer as kt
+from kv_transfer.engines.loopback import LoopbackEngine
+from kv_transfer.messages import (
+    Abort,
+    Aborted,
+    Accepted,
+    Agreed,
+    Bye,
+    Done,
+    Heartbeat,
+    Hello,
+    Message,
+    Offer,
+    Ready,
+    Refusal,
+    RefusalCode,
+    Welcome,
+    encode,
+)
+from kv_transfer.receiver_core import ReceiverCore
+from kv_transfer.sender_core import SenderCore
+from kv_transfer.states import SenderPhase
+
+FAST = kt.Timeouts(handshake=5, heartbeat_interval=0.05, peer_lost_after=1.0, dead_writer_grace=0.2, drain=1)
+
+
+def test_late_words_of_an_old_generation_are_dropped() -> None:
+    layout = make_layout()
+    memory = whole(layout)
+    core = ReceiverCore(memory.manifest, "loopback", "x", 1, FAST, kt.Limits())
+    hello = Hello(engine="loopback", session="y", manifest=stages(layout, 1)[0].manifest.to_json())
+    core.receive(b"peer", encode(hello), 0.0)
+    core.receive(b"peer", encode(Agreed()), 0.0)
+    old = core.open_room(0, [1], 4, 0.0, 9.0)
+    core.receive(b"peer", encode(Aborted(room=0, generation=1, reason="first")), 0.0)
+    assert old.is_terminal
+    new = core.open_room(0, [1], 4, 0.0, 9.0)
+    for message in (
+        Aborted(room=0, generation=1, reason="again"),
+        Done(room=0, generation=1, nbytes=0, blocks=0, pages=0, layers=(), metadata={}),
+        Aborted(room=5, generation=1, reason="unknown room"),
+    ):
+        core.receive(b"peer", encode(message), 0.0)
+    assert core.late_messages == 3
+    assert new.state is kt.ReceiverState.OPEN
+    core.receive(b"peer", encode(Done(room=0, generation=2, nbytes=1, blocks=1, pages=1, layers=(), metadata={})), 0.0)
+    assert isinstance(new.error, kt.ProtocolError)
+    assert "layers" in str(new.error)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"nbytes": 1}, "it sent 1 bytes, its route holds 1664 for 2 pages"),
+        ({"pages": 1}, "it sent 1 pages, 2 were offered"),
+        ({"layers": (("target", 0), ("target", 1), ("target", 2), ("target", 2))}, "it sent layers"),
+    ],
+)
+def test_a_done_that_covers_something_else_is_not_believed(change: dict[str, object], text: str) -> None:
+    layout = make_layout()
+    core = ReceiverCore(whole(layout).manifest, "loopback", "x", 1, FAST, kt.Limits())
+    hello = Hello(engine="loopback", session="y", manifest=stages(layout, 1)[0].manifest.to_json())
+    core.receive(b"peer", encode(hello), 0.0)
+    core.receive(b"peer", encode(Agreed()), 0.0)
+    layers = tuple(("target", layer) for layer in range(4))
+    right = Done(room=0, generation=1, nbytes=1664, blocks=1, pages=2, layers=layers, metadata={})
+    wrong = core.open_room(0, [1, 2], 8, 0.0, 9.0)
+    core.receive(b"peer", encode(right.model_copy(update=change)), 0.0)
+    assert isinstance(wrong.error, kt.ProtocolError)
+    assert text in str(wrong.error)
+    assert wrong.pages_released
+    good = core.open_room(0, [1, 2], 8, 0.0, 9.0)
+    core.receive(b"peer", encode(right.model_copy(update={"generation": 2})), 0.0)
+    assert good.result is not None
+
+
+def test_a_dead_writer_holds_its_pages_for_the_grace() -> None:
+    layout = make_layout()
+    core = ReceiverCore(whole(layout).manifest, "loopback", "x", 1, FAST, kt.Limits())
+    hello = Hello(engine="loopback", session="y", manifest=stages(layout, 1)[0].manifest.to_json())
+    core.receive(b"peer", encode(hello), 0.0)
+    core.receive(b"peer", encode(Agreed()), 0.0)
+    room = core.open_room(0, [1], 4, 0.0, 9.0)
+    core.unreachable(b"peer", 0.1)
+    assert isinstance(room.error, kt.PeerLost)
+    core.tick(0.29)
+    assert not room.pages_released
+    core.tick(0.31)
+    assert room.pages_released
+
+
+_WORDS: list[Message] = [
+    Hello(engine="loopback", session="y", manifest=stages(make_layout(), 1)[0].manifest.to_json()),
+    Welcome(engine="loopback", session="y", manifest=whole(make_layout()).manifest.to_json(), incarnation=1),
+    Agreed(),
+    Ready(ranks=1, sends=True),
+    Offer(room=0, generation=1, pages=(1,), tokens=4),
+    Offer(room=0, generation=2, pages=(2**40, 0), tokens=4),
+    Done(room=0, generation=1, nbytes=0, blocks=0, pages=1, layers=(), metadata={}),
+    Aborted(room=0, generation=1, reason=""),
+    Accepted(room=0, generation=1),
+    Abort(room=0, generation=1, reason=""),
+    Heartbeat(),
+    Refusal(code=RefusalCode.LAYOUT, reason="no"),
+    Bye(reason=""),
+]
+_FRAMES = [*map(encode, _WORDS), b"", b"{}", b"\xff"]
+_SCRIPT = st.lists(st.integers(0, len(_FRAMES) - 1), max_size=12)
+
+
+@settings(deadline=None)
+@given(script=_SCRIPT, second=_SCRIPT)
+def test_no_order_of_words_breaks_a_receiver(script: list[int], second: list[int]) -> None:
+    core = ReceiverCore(whole(make_layout()).manifest, "loopback", "x", 1, FAST, kt.Limits())
+    for index, word in enumerate(script):
+        core.receive(b"first", _FRAMES[word], index * 0.01)
+        if core.is_ready and 0 not in core.rooms:
+            core.open_room(0, [1], 4, index * 0.01, 1.0)
+        for other in second[index : index + 1]:
+            core.receive(b"second", _FRAMES[other], index * 0.01)
+        core.tick(index * 0.01)
+        core.outbox.clear()
+    core.unreachable(b"first", 1.0)
+    core.unreachable(b"second", 1.0)
+    for now in (1.0, 2.0, 3.0):
+        core.tick(now)
+    assert not core.rooms
+    assert core.members == ()
+
+
+@settings(deadline=None)
+@given(script=_SCRIPT)
+def test_no_order_of_words_breaks_a_sender(script: list[int]) -> None:
+    memory = stages(make_layout(), 1)[0]
+    engine = LoopbackEngine()
+    for entry in memory.manifest.entries:
+        engine.register(entry.address, entry.nbytes)
+    core = SenderCore(memory.manifest, engine, FAST, kt.Limits(), 0.0)
+    for index, word in enumerate(script):
+        core.receive(_FRAMES[word], index * 0.01)
+        core.tick(index * 0.01)
+        if core.phase is SenderPhase.READY and 0 not in core.rooms:
+            try:
+                core.open_room(0, index * 0.01)
+            except kt.TransferError as error:
+                assert str(error)
+        core.step(index * 0.01)
+    core.disconnected("the script ends")
+    core.step(1.0)
+    assert not core.rooms
+    engine.close()
