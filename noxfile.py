@@ -55,9 +55,7 @@ def _debian_library(session: nox.Session, soname: str, package: str) -> None:
             session.error(f"{soname} is missing: install the system package that holds it (Debian: {package})")
         session.log(f"{soname} is missing: installing Debian's {package}")
         session.run(*root, apt, "update", "-qq", external=True, silent=True)
-        session.run(
-            *root, apt, "install", "-y", "-qq", "--no-install-recommends", package, external=True, silent=True
-        )
+        session.run(*root, apt, "install", "-y", "-qq", "--no-install-recommends", package, external=True, silent=True)
 
 
 def _install(session: nox.Session, *groups: str) -> None:
@@ -91,6 +89,7 @@ def _mypy(session: nox.Session, folder: Path) -> None:
 def tests(session: nox.Session) -> None:
     """All tests: the Rust core, every package on the CPU, and on the emulated NPU, and the end-to-end tests."""
     _install(session, "demo", "test")
+    session.env["OMP_NUM_THREADS"] = "1"  # the tests start several processes; threads spinning at barriers slow all
     session.run("cargo", "test", "--quiet", "--manifest-path", str(PLANNER / "Cargo.toml"), external=True)
     packages = [ROOT / "packages" / name / "tests" for name in PURE_PACKAGES if name != "ascend-emulator"]
     npu = [folder / "npu" for folder in packages if (folder / "npu").is_dir()]
@@ -104,7 +103,9 @@ def demo(session: nox.Session) -> None:
     """Serve SmolLM2 with two prefill stages and a decode process on the emulated NPU, and check every token."""
     _install(session, "demo")
     session.env["PYTHONPATH"] = str(ROOT / "examples")
-    session.run("python", "-m", "kv_transfer.isolation", "--", "python", "-m", "disaggregated_serving", *session.posargs)
+    session.run(
+        "python", "-m", "kv_transfer.isolation", "--", "python", "-m", "disaggregated_serving", *session.posargs
+    )
 
 
 @nox.session
@@ -131,10 +132,8 @@ def types(session: nox.Session) -> None:
 def rust(session: nox.Session) -> None:
     """The Rust core: clippy without warnings, and its tests in the release profile."""
     manifest = str(PLANNER / "Cargo.toml")
-    session.run(
-        "cargo", "clippy", "--quiet", "--workspace", "--all-targets", "--manifest-path", manifest, "--", "-D", "warnings",
-        external=True,
-    )  # fmt: skip
+    command = ["clippy", "--quiet", "--workspace", "--all-targets", "--manifest-path", manifest, "--", "-D", "warnings"]
+    session.run("cargo", *command, external=True)
     session.run("cargo", "test", "--quiet", "--release", "--manifest-path", manifest, external=True)
 
 

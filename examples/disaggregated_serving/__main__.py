@@ -5,6 +5,7 @@ Serves SmolLM2 with two prefill stages and one decode process, checks every toke
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -20,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .config import ServeConfig
 from .front import Served, ServeResult, serve
 from .launcher import WorkerFailed, Workers
+from .lifeline import die_with
 from .prompts import demo_prompts
 from .reference import judge
 from .report import Judgement, as_json, show, write_json
@@ -71,7 +73,9 @@ def _check(console: Console, result: ServeResult, margin: float) -> Judgement:
 def run(
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for every request.")] = 40,
     check: Annotated[bool, typer.Option(help="Compare every token with a plain forward on the CPU.")] = True,
-    margin: Annotated[float, typer.Option(help="Logits within which a token that is not the best still counts.")] = 0.05,
+    margin: Annotated[
+        float, typer.Option(help="Logits within which a token that is not the best still counts.")
+    ] = 0.05,
     text: Annotated[bool, typer.Option(help="Print the answers.")] = True,
     report: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("demo-report.json"),
 ) -> None:
@@ -80,6 +84,7 @@ def run(
     if not console.is_terminal:  # a log file: the table must not be cut
         console = Console(width=120)
     signal.signal(signal.SIGTERM, _stop)
+    die_with(os.getppid(), signal.SIGTERM)  # when nox or the shell that started it is killed
     began = time.monotonic()
     console.print(f"network: {current_isolation()}")
     tokenizer = ChatTokenizer(open_gguf())

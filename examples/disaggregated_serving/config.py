@@ -140,8 +140,6 @@ class Failed(_Data):
 
 
 ToWorker = Annotated[Connect | Request | Shutdown, Field(discriminator="kind")]
-ToFront = Annotated[
-    Ready | Connected | Prefilled | Emitted | Arrived | Counters | Failed, Field(discriminator="kind")
-]
+ToFront = Annotated[Ready | Connected | Prefilled | Emitted | Arrived | Counters | Failed, Field(discriminator="kind")]
 TO_WORKER: TypeAdapter[Connect | Request | Shutdown] = TypeAdapter(ToWorker)
 TO_FRONT: TypeAdapter[Ready | Connected | Prefilled | Emitted | Arrived | Counters | Failed] = TypeAdapter(ToFront)

@@ -21,11 +21,11 @@ from kv_pool import MhaPool, PageAllocator, slots_for
 
 from .config import Arrived, Connect, Connected, Counters, Emitted, Ready, Request, Shutdown
 from .prefill import STAGES
+from .setup import KV_DTYPE
 from .stage import Stage
-from .worker import KV_DTYPE
 
 if TYPE_CHECKING:
-    from .worker import Link, Setup
+    from .setup import Link, Setup
 
 
 @dataclass

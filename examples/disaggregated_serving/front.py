@@ -10,7 +10,19 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .config import ROLES, Arrived, Connect, Connected, Counters, Emitted, Prefilled, Ready, Request, ServeConfig, Shutdown
+from .config import (
+    ROLES,
+    Arrived,
+    Connect,
+    Connected,
+    Counters,
+    Emitted,
+    Prefilled,
+    Ready,
+    Request,
+    ServeConfig,
+    Shutdown,
+)
 from .launcher import Workers
 
 if TYPE_CHECKING:

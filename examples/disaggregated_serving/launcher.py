@@ -7,6 +7,7 @@ not know what the workers compute.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -72,7 +73,7 @@ class Workers:
             process = subprocess.Popen(
                 [
                     sys.executable, "-m", "disaggregated_serving.worker",
-                    role, f"tcp://127.0.0.1:{port}", config.model_dump_json(),
+                    role, f"tcp://127.0.0.1:{port}", str(os.getpid()), config.model_dump_json(),
                 ],
                 stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             )  # fmt: skip

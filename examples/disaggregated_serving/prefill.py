@@ -20,11 +20,11 @@ import zmq
 from kv_pool import MhaPool, PageAllocator, slots_for
 
 from .config import Connect, Connected, Prefilled, Ready, Request, Shutdown
+from .setup import KV_DTYPE
 from .stage import Stage
-from .worker import KV_DTYPE
 
 if TYPE_CHECKING:
-    from .worker import Link, Setup
+    from .setup import Link, Setup
 
 STAGES = 2
 

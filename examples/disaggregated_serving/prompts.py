@@ -23,7 +23,8 @@ def demo_prompts() -> list[str]:
         "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
         "List five things to check before a long bicycle trip, with a reason for each.",
         "What is the difference between a compiler and an interpreter? Give an example of each.",
-        "Explain in your own words what this licence text says:\n\n" + _license_part("1. Definitions.", "4. Redistribution."),
+        "Explain in your own words what this licence text says:\n\n"
+        + _license_part("1. Definitions.", "4. Redistribution."),
         "Summarise the duties and limits that this licence text states:\n\n"
         + _license_part("4. Redistribution.", "END OF TERMS AND CONDITIONS"),
     ]

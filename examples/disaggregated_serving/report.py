@@ -100,7 +100,18 @@ def write_json(path: Path, figures: dict[str, Any]) -> None:
 def show(console: Console, figures: dict[str, Any]) -> None:
     """Print the table of requests and the summary under it."""
     table = Table(title="Requests", title_justify="left")
-    for title in ("request", "prompt", "new", "first token", "tokens/s", "gap median", "gap max", "KV MB", "blocks", "pages"):
+    for title in (
+        "request",
+        "prompt",
+        "new",
+        "first token",
+        "tokens/s",
+        "gap median",
+        "gap max",
+        "KV MB",
+        "blocks",
+        "pages",
+    ):
         table.add_column(title, justify="right", no_wrap=True)
     for row in figures["requests"]:
         table.add_row(

@@ -47,9 +47,7 @@ class ChatTokenizer:
 
     def chat(self, user: str) -> list[int]:
         """Ids of one user turn, ready for the assistant's answer."""
-        text = (
-            f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
-        )
+        text = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
         return list(self._tokenizer.encode(text).ids)
 
     def decode(self, ids: list[int]) -> str:

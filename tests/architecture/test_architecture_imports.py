@@ -53,7 +53,9 @@ def test_heavy_libraries_are_imported_in_leaves_only(package: str) -> None:
     for path in sources(package):
         heavy = imports(path) & HEAVY
         folders = set(path.relative_to(PACKAGES[package]).parts[:-1]) | {path.stem}
-        assert not heavy or folders & LEAVES, f"{path.relative_to(ROOT)} imports {sorted(heavy)} outside {sorted(LEAVES)}"
+        assert not heavy or folders & LEAVES, (
+            f"{path.relative_to(ROOT)} imports {sorted(heavy)} outside {sorted(LEAVES)}"
+        )
 
 
 @pytest.mark.parametrize("package", sorted(NO_TORCH))
