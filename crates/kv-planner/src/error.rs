@@ -107,7 +107,7 @@ error_kinds! {
     UnsupportedPlacement,
     /// A number of heads that a number of ranks neither divides nor replicates.
     HeadsDoNotSplit,
-    /// Source and destination pages are not equally many.
+    /// Two lists of pages, or pages and tokens, are not equally many.
     UnequalPages,
     /// Page 0 was named; it is reserved for padding.
     ReservedPage,
@@ -127,6 +127,20 @@ error_kinds! {
     RowLayoutError,
     /// Lengths, draft counts or widths of a step are impossible.
     LengthError,
+    /// A token id that the page hash and the prefix index do not represent.
+    TokenOutOfRange,
+    /// A page given to the prefix index is held by another of its nodes.
+    PageAlreadyHeld,
+    /// A node or a match of the prefix index is no longer what it was.
+    StaleNode,
+    /// A page would enter a tier before its parent did.
+    TierOrder,
+    /// A node already has, or does not have, a page in the tier.
+    TierConflict,
+    /// A lock is released twice, is foreign, or stands in the way.
+    LockError,
+    /// Counts of a tier do not add up.
+    AccountingError,
 }
 
 /// What a broken rule says; see [`PlanError`].

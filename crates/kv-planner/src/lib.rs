@@ -17,6 +17,7 @@ pub mod lower;
 pub mod manifest;
 mod overlap;
 pub mod plan;
+pub mod prefix;
 pub mod route;
 pub mod rows;
 pub mod runs;
@@ -32,6 +33,10 @@ pub use lengths::{SpeculativeKind, first_draft_id, kv_lengths, page_count};
 pub use lower::{Batch, Capabilities, LoweredPlan, lower};
 pub use manifest::{BufferEntry, EntryName, Placement, RankManifest};
 pub use plan::{Plan, Slice};
+pub use prefix::{
+    EvictOptions, Eviction, Inserted, LockId, Namespace, NodeId, PrefixCounts, PrefixIndex, PrefixMatch, Tier,
+    TierCounts, page_hashes,
+};
 pub use route::{Route, RoutePair};
 pub use rows::{Fill, RowField, RowLayout};
 pub use runs::{Run, Runs};

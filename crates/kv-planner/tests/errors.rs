@@ -68,6 +68,17 @@ fn deployment(manifests: Vec<Result<Arc<RankManifest>>>) -> Result<Deployment> {
     Deployment::new(manifests.into_iter().map(Result::unwrap).collect())
 }
 
+fn held() -> PrefixIndex {
+    let index = PrefixIndex::new(2, 8, 8).unwrap();
+    index.insert(&[1, 2, 3, 4], &[1, 2], &Namespace::default(), Tier::Device).unwrap();
+    index
+}
+
+/// Equal calls give equal nodes.
+fn nodes() -> Vec<NodeId> {
+    held().find(&[1, 2, 3, 4], &Namespace::default(), None).unwrap().nodes
+}
+
 fn example(kind: ErrorKind) -> PlanError {
     let both = |tp_rank| rank(at(0, 1, tp_rank, 2), vec![entry(0, 1000, (0, 2)), entry(1, 2000, (0, 2))]);
     match kind {
@@ -103,6 +114,18 @@ fn example(kind: ErrorKind) -> PlanError {
         ErrorKind::AddressOverflow => rank(Placement::default(), vec![entry(0, u64::MAX - 10, (0, 2))]).unwrap_err(),
         ErrorKind::RowLayoutError => RowLayout::new(vec![], 64).unwrap_err(),
         ErrorKind::LengthError => page_count(1, 0).unwrap_err(),
+        ErrorKind::TokenOutOfRange => page_hashes(&[1, -1], 2, None, false).unwrap_err(),
+        ErrorKind::PageAlreadyHeld => held().insert(&[9, 9], &[1], &Namespace::default(), Tier::Device).unwrap_err(),
+        ErrorKind::StaleNode => held().path(NodeId(9)).unwrap_err(),
+        ErrorKind::TierOrder => held().attach(&nodes()[1..], &[1], Tier::Host).unwrap_err(),
+        ErrorKind::TierConflict => held().attach(&nodes(), &[3, 4], Tier::Device).unwrap_err(),
+        ErrorKind::LockError => {
+            let index = held();
+            let lock = index.lock_nodes(&nodes()).unwrap();
+            index.unlock(lock).unwrap();
+            index.unlock(lock).unwrap_err()
+        }
+        ErrorKind::AccountingError => TierCounts::new(9, 3, 1, 1).unwrap_err(),
     }
 }
 

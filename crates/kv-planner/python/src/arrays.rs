@@ -27,6 +27,11 @@ fn describe(value: &Bound<'_, PyAny>) -> String {
     }
 }
 
+/// The refusal of a value that is not what an argument takes.
+pub fn refuse_value(name: &str, expected: &str, value: &Bound<'_, PyAny>) -> PyErr {
+    refuse(name, expected, describe(value))
+}
+
 /// A count, size, id or address: a Python or numpy integer, 0 or more.
 pub fn count(name: &str, value: &Bound<'_, PyAny>) -> PyResult<u64> {
     if value.is_instance_of::<PyBool>() {

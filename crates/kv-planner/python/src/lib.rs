@@ -7,6 +7,9 @@ mod errors;
 mod layout;
 mod manifest;
 mod plan;
+mod prefix;
+mod prefix_hash;
+mod prefix_results;
 mod steps;
 
 use pyo3::prelude::*;
@@ -24,6 +27,14 @@ mod _native {
     use crate::manifest::{PyBufferEntry, PyDeployment, PyPlacement, PyRankManifest};
     #[pymodule_export]
     use crate::plan::{PyBatch, PyCapabilities, PyLoweredPlan, PyPlan, PyRuns, lower};
+    #[pymodule_export]
+    use crate::prefix::PyPrefixIndex;
+    #[pymodule_export]
+    use crate::prefix_hash::page_hashes;
+    #[pymodule_export]
+    use crate::prefix_results::{
+        PyEviction, PyInsertResult, PyPrefixCounts, PyPrefixLock, PyPrefixMatch, PyTierCounts,
+    };
     #[pymodule_export]
     use crate::steps::{PyRowField, PyRowLayout, first_draft_id, kv_lengths, page_count, select_index, split_heads};
     use pyo3::prelude::*;

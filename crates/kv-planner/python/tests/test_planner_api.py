@@ -271,7 +271,10 @@ def test_import_is_light() -> None:
 
 
 def test_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    snippet = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert snippet is not None
-    exec(compile(snippet[1], "README.md", "exec"), {})
-    assert "2 pairs, 3 page items in 2 runs" in capsys.readouterr().out
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(snippets) == 2
+    for snippet in snippets:
+        exec(compile(snippet, "README.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert "2 pairs, 3 page items in 2 runs" in printed
+    assert "PrefixMatch(8 tokens, 0 on device, 8 on host) [1 2]" in printed

@@ -22,6 +22,20 @@ def plan() -> kp.Plan:
     return kp.Plan(kp.agree(WHOLE, build_rank(LAYOUT, [0, 1], base=2**40)).route(), kp.Runs([1, 3], [1, 2]))
 
 
+def prefix() -> kp.PrefixIndex:
+    """Equal calls give equal nodes."""
+    index = kp.PrefixIndex(2, device_pages=8, host_pages=8)
+    index.insert([1, 2, 3, 4], [1, 2])
+    return index
+
+
+def unlocked_twice() -> None:
+    index = prefix()
+    lock = index.lock(index.match([1, 2]))
+    index.unlock(lock)
+    index.unlock(lock)
+
+
 EXAMPLES: dict[str, Callable[[], object]] = {
     "ArgumentError": lambda: kp.Runs(np.zeros((4, 2)), [1]),  # type: ignore[arg-type]
     "LayoutError": lambda: kp.ModelLayout([], page_size=1, fingerprint="model"),
@@ -45,6 +59,13 @@ EXAMPLES: dict[str, Callable[[], object]] = {
     "AddressOverflow": lambda: build_rank(LAYOUT, [0], base=2**64 - 8),
     "RowLayoutError": lambda: kp.RowLayout([]),
     "LengthError": lambda: kp.kv_lengths("mtp", [-1], window=4),
+    "TokenOutOfRange": lambda: kp.page_hashes([1, -1], 2),
+    "PageAlreadyHeld": lambda: prefix().insert([9, 9], [1]),
+    "StaleNode": lambda: prefix().path(99),
+    "TierOrder": lambda: prefix().backed_up(prefix().match([1, 2, 3, 4]).nodes[1:], [1]),
+    "TierConflict": lambda: prefix().loaded(prefix().match([1, 2]).nodes, [3]),
+    "LockError": lambda: unlocked_twice(),
+    "AccountingError": lambda: kp.TierCounts(capacity=9, held=3, evictable=1, protected=1),
 }
 
 
@@ -56,7 +77,7 @@ def test_every_class_is_a_kind_or_a_base() -> None:
     classes = {
         name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, kp.PlanError)
     }
-    assert classes - {"PlanError", "RunsError"} == set(_native.ERROR_KINDS)
+    assert classes - {"PlanError", "RunsError", "PrefixError"} == set(_native.ERROR_KINDS)
 
 
 @pytest.mark.parametrize("kind", sorted(EXAMPLES))
@@ -76,6 +97,11 @@ def test_errors_say_what_is_wrong_and_what_to_do(kind: str) -> None:
 def test_runs_errors_share_a_base() -> None:
     for kind in ("UnequalPages", "ReservedPage", "PageOutOfRange", "DuplicateDestination"):
         assert issubclass(getattr(kp, kind), kp.RunsError)
+
+
+def test_prefix_errors_share_a_base() -> None:
+    for kind in ("PageAlreadyHeld", "StaleNode", "TierOrder", "TierConflict", "LockError", "AccountingError"):
+        assert issubclass(getattr(kp, kind), kp.PrefixError)
 
 
 def test_a_mismatch_holds_all_differences() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from spec_kernels import native
 from spec_kernels.attention import FiaVersion, paged_attention, paged_attention_update_keys
 from spec_kernels.capabilities import Capabilities
+from spec_kernels.chain import ChainAccept, accept_chain
 from spec_kernels.dispatch import BackendName, BackendStatus, backends, choose, ops
 from spec_kernels.draft_extend import DraftExtendBatch, DraftExtendBuffers, fill_draft_extend_buffers
 from spec_kernels.errors import (
@@ -37,6 +38,7 @@ __all__ = [
     "BackendStatus",
     "BucketError",
     "Capabilities",
+    "ChainAccept",
     "CaptureError",
     "DeviceError",
     "DraftExtendBatch",
@@ -53,6 +55,7 @@ __all__ = [
     "TokenCountError",
     "UnknownOp",
     "UnsupportedByOp",
+    "accept_chain",
     "backends",
     "build_paged_metadata",
     "check_kv_lens",

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from kv_planner._native import Difference
 
 __all__ = [
+    "AccountingError",
     "AddressOverflow",
     "ArgumentError",
     "BlockLimitExceeded",
@@ -21,14 +22,21 @@ __all__ = [
     "LayoutError",
     "LayoutMismatch",
     "LengthError",
+    "LockError",
     "ManifestError",
+    "PageAlreadyHeld",
     "PageOutOfRange",
     "PlacementError",
     "PlanError",
+    "PrefixError",
     "ReservedPage",
     "RowLayoutError",
     "RunsError",
     "SliceError",
+    "StaleNode",
+    "TierConflict",
+    "TierOrder",
+    "TokenOutOfRange",
     "UnequalPages",
     "UnsupportedPlacement",
 ]
@@ -126,7 +134,7 @@ class RunsError(PlanError):
 
 
 class UnequalPages(RunsError):
-    """Source and destination pages are not equally many."""
+    """Two lists of pages, or pages and tokens, are not equally many."""
 
 
 class ReservedPage(RunsError):
@@ -163,3 +171,35 @@ class RowLayoutError(PlanError):
 
 class LengthError(PlanError):
     """Lengths, draft counts or widths of a step are impossible."""
+
+
+class TokenOutOfRange(PlanError):
+    """A token id is negative."""
+
+
+class PrefixError(PlanError):
+    """The prefix index cannot do what was asked."""
+
+
+class PageAlreadyHeld(PrefixError):
+    """A page is held by another node, or stands twice."""
+
+
+class StaleNode(PrefixError):
+    """A node, or a page of a match, is no longer in the index."""
+
+
+class TierOrder(PrefixError):
+    """A page would enter a tier before its parent."""
+
+
+class TierConflict(PrefixError):
+    """A node has a page in the tier already."""
+
+
+class LockError(PrefixError):
+    """A lock is released twice, is foreign, or stands in the way."""
+
+
+class AccountingError(PrefixError):
+    """Counts of a tier do not add up."""

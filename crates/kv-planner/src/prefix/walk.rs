@@ -1,0 +1,188 @@
+//! Owns matching and inserting: the two walks from a root along the pages of a
+//! token sequence. It does not own what happens to a page later.
+
+use std::collections::HashSet;
+
+use super::hash::{Namespace, check_tokens};
+use super::node::{ABSENT, NodeId, Tier};
+use super::tree::Tree;
+use crate::error::{ErrorKind, PlanError, Result};
+
+/// The longest prefix of whole pages that is held on the device or on the host.
+///
+/// Each tier holds whole prefixes, so `-1` stands only at the end of a list.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct PrefixMatch {
+    /// Nodes from the first page on.
+    pub nodes: Vec<NodeId>,
+    /// Device page of each node, or -1.
+    pub device_pages: Vec<i64>,
+    /// Host page of each node, or -1.
+    pub host_pages: Vec<i64>,
+    /// Tokens of a page.
+    pub page_size: u64,
+    pub(super) index: u64,
+}
+
+impl PrefixMatch {
+    /// Tokens that are held in either tier.
+    pub fn tokens(&self) -> u64 {
+        self.nodes.len() as u64 * self.page_size
+    }
+
+    /// Leading tokens that are on the device.
+    pub fn device_tokens(&self) -> u64 {
+        self.device_pages.partition_point(|page| *page >= 0) as u64 * self.page_size
+    }
+
+    /// Leading tokens that are on the host.
+    pub fn host_tokens(&self) -> u64 {
+        self.host_pages.partition_point(|page| *page >= 0) as u64 * self.page_size
+    }
+
+    pub(super) fn pages(&self, tier: Tier) -> &[i64] {
+        match tier {
+            Tier::Device => &self.device_pages,
+            Tier::Host => &self.host_pages,
+        }
+    }
+}
+
+/// What became of inserted pages. Every page is in exactly one of three lists.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Inserted {
+    /// Node of each page.
+    pub nodes: Vec<NodeId>,
+    /// Page that the index holds at each position.
+    pub pages: Vec<i64>,
+    /// Positions whose page the index took over; it holds them until they are evicted.
+    pub taken: Vec<i64>,
+    /// Given pages that hold what the index has in another page already: the caller releases them.
+    pub duplicate: Vec<i64>,
+    /// Given pages that are the index's own: nothing changes.
+    pub shared: Vec<i64>,
+}
+
+impl Tree {
+    /// Slots of the longest prefix of whole pages.
+    fn walk(&self, tokens: &[i64], namespace: &Namespace) -> Vec<u32> {
+        let mut slots = Vec::new();
+        let Some(mut parent) = self.root(namespace) else { return slots };
+        for page in tokens.chunks_exact(self.page_size) {
+            match self.child(parent, page) {
+                Some(slot) => slots.push(slot),
+                None => break,
+            }
+            parent = slots[slots.len() - 1];
+        }
+        slots
+    }
+
+    pub fn find(
+        &mut self,
+        tokens: &[i64],
+        namespace: &Namespace,
+        max_tokens: Option<u64>,
+        index: u64,
+    ) -> Result<PrefixMatch> {
+        check_tokens(tokens)?;
+        let limit = max_tokens.map_or(tokens.len(), |limit| limit.min(tokens.len() as u64) as usize);
+        let slots = self.walk(&tokens[..limit], namespace);
+        let now = self.tick();
+        slots.iter().for_each(|slot| self.touch(*slot, now));
+        let pages = |tier| -> Vec<i64> {
+            let page = |slot: &u32| match self.node(*slot).page(tier) {
+                ABSENT => -1,
+                page => i64::from(page),
+            };
+            slots.iter().map(page).collect()
+        };
+        Ok(PrefixMatch {
+            nodes: slots.iter().map(|slot| self.id(*slot)).collect(),
+            device_pages: pages(Tier::Device),
+            host_pages: pages(Tier::Host),
+            page_size: self.page_size as u64,
+            index,
+        })
+    }
+
+    pub fn insert(&mut self, tokens: &[i64], pages: &[i64], namespace: &Namespace, tier: Tier) -> Result<Inserted> {
+        check_tokens(tokens)?;
+        let argument = format!("{}_pages", tier.as_str());
+        let whole = tokens.len() / self.page_size;
+        if pages.len() != whole {
+            return Err(PlanError::new(
+                ErrorKind::UnequalPages,
+                argument.as_str(),
+                pages.len(),
+                whole,
+                "pages and tokens would be paired wrongly",
+                "give one page for each whole page of tokens; keep a partial last page",
+            ));
+        }
+        let known = self.walk(tokens, namespace);
+        let pages = self.insertable(&argument, pages, &known, tier)?;
+        let mut done = Inserted {
+            nodes: Vec::with_capacity(whole),
+            pages: Vec::with_capacity(whole),
+            taken: Vec::new(),
+            duplicate: Vec::new(),
+            shared: Vec::new(),
+        };
+        if whole == 0 {
+            return Ok(done);
+        }
+        let now = self.tick();
+        let mut parent = self.root_or_new(namespace);
+        for (position, (given, text)) in pages.iter().zip(tokens.chunks_exact(self.page_size)).enumerate() {
+            let slot = match known.get(position) {
+                Some(slot) => *slot,
+                None => self.child_or_new(parent, text),
+            };
+            self.touch(slot, now);
+            self.count_use(slot);
+            match self.node(slot).page(tier) {
+                ABSENT => {
+                    self.add_page(slot, tier, *given);
+                    done.taken.push(position as i64);
+                }
+                own if own == *given => done.shared.push(i64::from(own)),
+                _ => done.duplicate.push(i64::from(*given)),
+            }
+            done.nodes.push(self.id(slot));
+            done.pages.push(i64::from(self.node(slot).page(tier)));
+            parent = slot;
+        }
+        Ok(done)
+    }
+
+    /// Pages of an insert, checked before anything changes.
+    fn insertable(&self, argument: &str, pages: &[i64], known: &[u32], tier: Tier) -> Result<Vec<u32>> {
+        let books = &self.books[tier as usize];
+        let mut seen = HashSet::with_capacity(pages.len());
+        let mut usable = Vec::with_capacity(pages.len());
+        for (position, page) in pages.iter().enumerate() {
+            let number = books.usable(argument, position, *page)?;
+            let owner = books.owner(number);
+            let its_own = owner.is_some() && owner == known.get(position).copied();
+            if !seen.insert(number) || (owner.is_some() && !its_own) {
+                return Err(held(argument, position, *page, owner.map(|slot| self.id(slot))));
+            }
+            usable.push(number);
+        }
+        Ok(usable)
+    }
+}
+
+pub(super) fn held(argument: &str, position: usize, page: i64, owner: Option<NodeId>) -> PlanError {
+    let holder =
+        owner.map_or("the same page earlier in the list".to_owned(), |node| format!("held by node {}", node.0));
+    PlanError::new(
+        ErrorKind::PageAlreadyHeld,
+        format!("{argument}[{position}]"),
+        page,
+        holder,
+        "two prefixes would read one page, and it would be released twice",
+        "give pages that the caller alone holds, or the very pages that a match returned, in their positions",
+    )
+}
