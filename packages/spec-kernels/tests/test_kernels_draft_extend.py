@@ -246,3 +246,20 @@ def test_the_custom_op_is_sound() -> None:
             batch = replace(batch, temperatures=batch.temperatures[:, 0])
         arguments = [getattr(buffers, name) for name in _OUTPUTS] + [getattr(batch, name) for name in _SOURCES]
         torch.library.opcheck(fill_draft_extend_buffers, tuple(arguments), {"bs": 3, "width": 4, "front": 1, "fill": 1})
+
+
+@pytest.mark.parametrize("fill", [-1, 2**31])
+def test_a_fill_that_does_not_fit_is_refused_before_anything_is_written(fill: int) -> None:
+    buffers = make_buffers(3, 12)
+    with pytest.raises(sk.IndexWidthError, match="seq_len_fill"):
+        sk.fill_draft_extend_buffers(buffers, make_batch(2, 4), bs=3, width=4, seq_len_fill=fill)
+    assert (buffers.input_ids == GARBAGE).all() and (buffers.seq_lens == GARBAGE).all()
+
+
+@pytest.mark.parametrize("name", ["seq_lens", "req_pool_indices", "out_cache_loc"])
+def test_negative_lengths_and_addresses_are_refused(name: str) -> None:
+    buffers, batch = make_buffers(3, 12), make_batch(2, 4)
+    getattr(batch, name)[-1] = -1
+    with pytest.raises(sk.IndexWidthError, match=name):
+        sk.fill_draft_extend_buffers(buffers, batch, bs=3, width=4, seq_len_fill=0)
+    assert (buffers.input_ids == GARBAGE).all()

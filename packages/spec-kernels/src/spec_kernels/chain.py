@@ -43,7 +43,8 @@ def accept_chain(
     token is the prediction after the last accepted draft, so every row commits `correct_drafts + 1` tokens.
 
     Args:
-        candidates: Column 0 the committed token that the verify step began with, then the drafts.
+        candidates: Column 0 the committed token that the verify step began with, then the drafts; a negative draft is
+            a placeholder and never accepted.
             Shape: [bs, width]; dtype int32 or int64.
         target_predict: The target's greedy token after each candidate. Shape: [bs, width]; dtype int32 or int64.
         num_drafts: Drafts in each row that are real; later columns are padding and never accepted. None: all.

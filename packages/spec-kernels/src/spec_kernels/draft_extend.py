@@ -30,6 +30,7 @@ _TOKEN_FIELDS = ("input_ids", "positions", "out_cache_loc")
 _ROW_FIELDS = ("seq_lens", "req_pool_indices", "num_correct_drafts", "num_accept_tokens")
 # Lengths and counts may be narrowed; identifiers and addresses never are.
 _NARROWING_FIELDS = ("seq_lens", "num_correct_drafts", "num_accept_tokens")
+_NEVER_NEGATIVE = ("seq_lens", "req_pool_indices", "out_cache_loc")
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -141,7 +142,8 @@ def fill_draft_extend_buffers(
         DtypeError: A dtype does not fit its role, or an identifier would be narrowed.
         DeviceError: A tensor lies on another device.
         AliasError: Two buffers share memory.
-        IndexWidthError: In host memory, a length does not fit int32, or a draft count leaves its request's window.
+        IndexWidthError: `seq_len_fill` is negative or does not fit; in host memory also: a length does not fit int32, a
+            length, slot or pool index is negative, or a draft count leaves its request's window.
     """
     chosen = choose("fill_draft_extend_buffers", buffers.input_ids.device, backend)
     raw_bs = int(batch.seq_lens.shape[0]) if batch.raw_bs is None else batch.raw_bs
@@ -150,6 +152,7 @@ def fill_draft_extend_buffers(
     _check_tokens(batch, raw_bs * width, max_rows * width, max_tokens)
     _check_buffers(buffers, max_rows, max_tokens)
     batch = _check_batch(buffers, batch, raw_bs)
+    _check_fill(buffers, seq_len_fill)
     _check_values(buffers, batch, width - num_front_tokens)
     load("fill_draft_extend_buffers", chosen)(
         buffers, _snapshot(buffers, batch), bs=bs, width=width, front=num_front_tokens, fill=seq_len_fill
@@ -265,6 +268,18 @@ def _check_batch(buffers: DraftExtendBuffers, batch: DraftExtendBatch, raw_bs: i
     return replace(batch, raw_bs=raw_bs, **rows)
 
 
+def _check_fill(buffers: DraftExtendBuffers, fill: int) -> None:
+    most = torch.iinfo(buffers.seq_lens.dtype).max
+    if not 0 <= fill <= most:
+        raise IndexWidthError(
+            "seq_len_fill",
+            given=fill,
+            expected=f"0..{most}, what buffers.seq_lens holds",
+            consequence="padded rows would have a length that attention misreads",
+            remedy="pass the attention backend's fill: 0 on Ascend, 1 on most others",
+        )
+
+
 def _check_values(buffers: DraftExtendBuffers, batch: DraftExtendBatch, window: int) -> None:
     """Checks that need the values; in host memory only, where reading them waits for nobody."""
     if buffers.input_ids.device.type != "cpu" or not batch.raw_bs:
@@ -278,6 +293,16 @@ def _check_values(buffers: DraftExtendBuffers, batch: DraftExtendBatch, window: 
                 expected=f"at most {_INT32_MAX} for an int32 buffer",
                 consequence="the value would wrap",
                 remedy="check the length where it is computed",
+            )
+    for name in _NEVER_NEGATIVE:
+        source = getattr(batch, name)
+        if source.numel() and int(source.min()) < 0:
+            raise IndexWidthError(
+                f"batch.{name}",
+                given=int(source.min()),
+                expected="no negative value",
+                consequence="it would become an address before the pool, or a length that attention misreads",
+                remedy="padding goes to slot and pool index 0; pass live rows only",
             )
     low, high = int(batch.num_correct_drafts.min()), int(batch.num_correct_drafts.max())
     if low < 0 or high >= window:

@@ -17,7 +17,8 @@ def accept_chain(
     """See `spec_kernels.accept_chain`."""
     width = candidates.shape[1]
     column = torch.arange(width - 1, device=candidates.device)
-    stands = (candidates[:, 1:] == target_predict[:, :-1]) & (column[None, :] < num_drafts[:, None])
+    drafts = candidates[:, 1:]
+    stands = (drafts == target_predict[:, :-1]) & (drafts >= 0) & (column[None, :] < num_drafts[:, None])
     correct = stands.to(torch.int32).cumprod(1).sum(1)
     bonus = target_predict.gather(1, correct[:, None]).squeeze(1)
     return correct.to(torch.int32), bonus
