@@ -221,3 +221,8 @@ def test_errors_survive_a_process_boundary() -> None:
 
 def test_public_names_exist() -> None:
     assert all(hasattr(kv_pool, name) for name in kv_pool.__all__)
+
+
+def test_an_id_that_is_owned_twice_is_refused(make_layout: Callable[..., ModelLayout]) -> None:
+    with pytest.raises(LayoutError, match="distinct"):
+        MhaPool(make_layout(layers=(0, 0, 1)), size=16, device="cpu")

@@ -157,6 +157,14 @@ def _pair(specs: Specs, part: PartName) -> tuple[ComponentSpec, ComponentSpec]:
                 consequence="the pool cannot store it",
                 remedy="choose one of these dtypes",
             )
+    if len(set(key.layer_ids)) != len(key.layer_ids):
+        raise LayoutError(
+            f"layer_ids of part {part}",
+            given=tuple(key.layer_ids),
+            expected="distinct ids",
+            consequence="the second owner of an id would have storage that no view and no transfer reaches",
+            remedy="number every layer that owns K and V; MhaPool holds one K and one V a layer id",
+        )
     if key.total_heads != value.total_heads or tuple(key.layer_ids) != tuple(value.layer_ids):
         raise LayoutError(
             f"key and value of part {part}",

@@ -96,3 +96,16 @@ def test_refusals_on_the_device(make_layout: Callable[..., ModelLayout]) -> None
         pool = MhaPool(make_layout(), size=16, device=NPU, writer=name)
         pool.write(0, slots[:0], key[:0], value[:0])
         assert not pool.key_storage.any()
+
+
+def test_the_index_writer_never_counts_from_the_end(make_layout: Callable[..., ModelLayout]) -> None:
+    pool = MhaPool(make_layout(dtype="float16"), size=64, device="npu:0", writer="index")
+    layer = pool.layer_ids("target")[0]
+    before = pool.key(layer).cpu().clone()
+    slots = torch.tensor([pool.page_size + 2, -1], device="npu:0")
+    key = torch.full((2, *pool.key(layer).shape[2:]), 3.0, dtype=torch.float16, device="npu:0")
+    value = torch.full((2, *pool.value(layer).shape[2:]), 3.0, dtype=torch.float16, device="npu:0")
+    pool.write(layer, slots, key, value)
+    after = pool.key(layer).cpu()
+    changed = (after != before).flatten(2).any(2).nonzero().tolist()
+    assert changed == [[0, 0], [1, 2]], "only the slot asked for, and the reserved one"

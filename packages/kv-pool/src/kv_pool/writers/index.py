@@ -29,12 +29,15 @@ def index_write(
 
     Mutates: `key_cache` and `value_cache`.
 
+    Padding: On a device, where values cannot be checked without waiting, a negative slot goes to slot 0, which is
+        reserved and read by nobody. Indexed assignment alone would take it for a slot counted from the pool's end.
+
     Raises:
         SlotOutOfRange: In host memory, a slot is outside the pool.
     """
     if key_cache.device.type == "cpu":
         check_slot_values(slots, key_cache.shape[0] * key_cache.shape[1])
-    rows = slots.to(torch.int64)
+    rows = slots.to(torch.int64).clamp_min(0)
     key_cache.view(-1, *key_cache.shape[2:]).index_put_((rows,), key)
     value_cache.view(-1, *value_cache.shape[2:]).index_put_((rows,), value)
 
