@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 Role = Literal["prefill-0", "prefill-1", "decode"]
+LengthRule = Literal["eagle", "dflash"]
 ROLES: tuple[Role, ...] = ("prefill-0", "prefill-1", "decode")
 
 
@@ -41,8 +42,10 @@ class ServeConfig(_Data):
         page_size: tokens a page.
         chunk: prompt tokens that prefill computes, and sends, at a time; a multiple of the page size.
         buckets: batch sizes captured as graphs.
+        drafts: most drafts that a step verifies; 0 decodes token by token.
         new_tokens: tokens generated for every request.
-        prefill_pool / decode_pool: pool sizes in tokens.
+        prefill_pool / decode_pool: device pool sizes in tokens.
+        host_pool: tokens that the host memory of each prefill stage caches.
         peer_lost_after: seconds of silence after which a peer counts as dead.
     """
 
@@ -52,8 +55,10 @@ class ServeConfig(_Data):
     page_size: int = 128
     chunk: int = 256
     buckets: tuple[int, ...] = (1, 2, 4)
+    drafts: int = Field(default=4, ge=0)
     new_tokens: int = 40
-    prefill_pool: int = 4096
+    prefill_pool: int = 1536
+    host_pool: int = 8192
     decode_pool: int = 8192
     peer_lost_after: float = 10.0
 
@@ -73,6 +78,28 @@ class Request(_Data):
     room: int
     prompt: tuple[int, ...]
     new_tokens: int
+    use_cache: bool = True
+
+
+class Mode(_Data):
+    """Front to decode, between rounds: how the next steps run.
+
+    Attributes:
+        drafts: drafts a step; 0 or the number in the run's config.
+        length_rule: who adds the verify window to the KV lengths: "eagle" (the metadata) or "dflash" (the scheduler).
+        graphs: replay captured graphs; False runs every step eagerly.
+    """
+
+    kind: Literal["mode"] = "mode"
+    drafts: int
+    length_rule: LengthRule = "eagle"
+    graphs: bool = True
+
+
+class Tally(_Data):
+    """Front to decode: send the counters of the round, and start them anew."""
+
+    kind: Literal["tally"] = "tally"
 
 
 class Shutdown(_Data):
@@ -96,11 +123,22 @@ class Connected(_Data):
 
 
 class Prefilled(_Data):
-    """Prefill worker to front: so many more prompt tokens of a room are computed and sent."""
+    """Last prefill stage to front: prompt tokens of a room that were computed, or found in the cache, and sent."""
 
     kind: Literal["prefilled"] = "prefilled"
     room: int
-    tokens: int
+    computed: int
+    hit: int
+
+
+class Span(_Data):
+    """Worker to front: what one lane of the timeline did between two readings of the monotonic clock."""
+
+    kind: Literal["span"] = "span"
+    lane: str
+    name: str
+    begin: float
+    end: float
 
 
 class Emitted(_Data):
@@ -123,13 +161,23 @@ class Arrived(_Data):
 
 
 class Counters(_Data):
-    """Decode to front, at the end."""
+    """Decode to front: the answer to Tally.
+
+    Attributes:
+        graph_replays: steps replayed from graphs.
+        eager_steps: reason to steps that were not.
+        steps_by_bucket: bucket (eager: batch size) to steps.
+        most_in_flight: largest batch.
+        row_steps / row_tokens: live rows over all steps, and the tokens that they committed.
+    """
 
     kind: Literal["counters"] = "counters"
     graph_replays: int
     eager_steps: dict[str, int]
     steps_by_bucket: dict[int, int]
     most_in_flight: int
+    row_steps: int
+    row_tokens: int
 
 
 class Failed(_Data):
@@ -139,7 +187,9 @@ class Failed(_Data):
     message: str
 
 
-ToWorker = Annotated[Connect | Request | Shutdown, Field(discriminator="kind")]
-ToFront = Annotated[Ready | Connected | Prefilled | Emitted | Arrived | Counters | Failed, Field(discriminator="kind")]
-TO_WORKER: TypeAdapter[Connect | Request | Shutdown] = TypeAdapter(ToWorker)
-TO_FRONT: TypeAdapter[Ready | Connected | Prefilled | Emitted | Arrived | Counters | Failed] = TypeAdapter(ToFront)
+ToWorker = Annotated[Connect | Request | Mode | Tally | Shutdown, Field(discriminator="kind")]
+ToFront = Annotated[
+    Ready | Connected | Prefilled | Emitted | Arrived | Span | Counters | Failed, Field(discriminator="kind")
+]
+TO_WORKER: TypeAdapter[Connect | Request | Mode | Tally | Shutdown] = TypeAdapter(ToWorker)
+TO_FRONT: TypeAdapter[Ready | Connected | Prefilled | Emitted | Arrived | Span | Counters | Failed] = TypeAdapter(ToFront)

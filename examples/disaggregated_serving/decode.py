@@ -1,7 +1,8 @@
-"""The decode process: receives KV, and generates for several requests at once from captured graphs.
+"""The decode process: receives KV, and generates for several requests at once.
 
-Requests enter the running batch when their KV is complete and leave it when they have all their tokens. Tokens go to
-the front as they are made.
+Requests enter the running batch when their KV is complete and leave it when they have all their tokens. Every step
+verifies a window for every row: the last committed token and up to `drafts` guesses of `drafter.py`. Tokens go to the
+front as they are made.
 """
 
 from __future__ import annotations
@@ -11,18 +12,17 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import graph_runtime
 import kv_planner
 import kv_transfer
 import numpy as np
-import spec_kernels
-import torch
-from kv_pool import MhaPool, PageAllocator, slots_for
+from kv_pool import MhaPool, PageAllocator
 
-from .config import Arrived, Connect, Connected, Counters, Emitted, Ready, Request, Shutdown
+from .config import Arrived, Connect, Connected, Counters, Emitted, Mode, Ready, Request, Shutdown, Span, Tally
+from .drafter import propose
 from .prefill import STAGES
 from .setup import KV_DTYPE
 from .stage import Stage
+from .stepper import Row, Stepper
 
 if TYPE_CHECKING:
     from .setup import Link, Setup
@@ -35,77 +35,73 @@ class _Running:
     request: Request
     pages: np.ndarray[tuple[int], np.dtype[np.int64]]
     session: kv_transfer.ReceiverSession
+    offered: float
     tokens: list[int] = field(default_factory=list)
 
     @property
-    def length(self) -> int:
-        """Tokens whose KV is in the pool after the next step."""
-        return len(self.request.prompt) + len(self.tokens)
+    def committed(self) -> int:
+        """Tokens whose KV is in the pool: all but the last one known."""
+        return len(self.request.prompt) + len(self.tokens) - 1
+
+    def drafts(self, most: int) -> list[int]:
+        """Guesses for the next tokens; one token of the rest comes without a guess."""
+        count = min(most, self.request.new_tokens - len(self.tokens) - 1)
+        return propose([*self.request.prompt, *self.tokens], count) if count > 0 else []
 
 
 class Decoder:
     """Model, pool, receiver and graphs of the decode process."""
 
     def __init__(self, setup: Setup) -> None:
-        config, layer_ids = setup.config, list(range(setup.shape.layers))
+        config = setup.config
         self.setup, self.config = setup, config
+        self.mode = Mode(drafts=config.drafts)
+        # Not zeroed: the emulated device then reports attention over a slot that nobody wrote.
         self.pool = MhaPool(setup.layout, size=config.decode_pool, device=setup.device, zero=False)
         self.pages = PageAllocator(self.pool.num_pages, config.page_size)
-        self.model = Stage(setup.weights(layer_ids), self.pool, device=setup.device, kv_dtype=KV_DTYPE)
+        weights = setup.weights(list(range(setup.shape.layers)))
+        model = Stage(weights, self.pool, device=setup.device, kv_dtype=KV_DTYPE)
+        table_width = kv_planner.page_count(min(setup.shape.context, config.decode_pool), config.page_size)
+        self.steppers = {
+            window: Stepper(setup, model, window=window, table_width=table_width)
+            for window in sorted({1, config.drafts + 1})
+        }
         self.receiver = kv_transfer.Receiver(
             self.pool.manifest(),
             kv_transfer.create_engine(config.engine),
             prefill_ranks=STAGES,
             timeouts=kv_transfer.Timeouts(peer_lost_after=config.peer_lost_after),
         )
-        self.table_width = kv_planner.page_count(min(setup.shape.context, config.decode_pool), config.page_size)
-        largest = max(config.buckets)
-        rows = kv_planner.RowLayout(
-            [
-                kv_planner.RowField("input_ids", "int64", rows=largest),
-                kv_planner.RowField("positions", "int64", rows=largest),
-                kv_planner.RowField("slots", "int64", rows=largest),
-                kv_planner.RowField("block_table", "int32", rows=largest, width=self.table_width),
-            ]
-        )
-        keys = spec_kernels.paged_attention_update_keys("npu" if config.device == "npu" else "native")
-        options = {} if config.device == "npu" else {"updatable": {"spec_kernels::paged_attention": tuple(keys)}}
-        device = graph_runtime.get_device(str(setup.device), **options)
-        self.buffers = graph_runtime.StaticBuffers(rows, device)
-        self.runner = graph_runtime.DecodeRunner(
-            device=device,
-            forward=self._forward,
-            buffers=self.buffers,
-            buckets=graph_runtime.Buckets(config.buckets),
-            # The query length of every row is the window, 1: what was captured stays true.
-            update=graph_runtime.UpdateSpec(keys, constant=["actual_seq_qlen"]),
-        )
         self.arriving: dict[int, _Running] = {}
         self.waiting: deque[_Running] = deque()
         self.running: list[_Running] = []
-        self.steps: Counter[int] = Counter()
-        self.most_in_flight = 0
+        self._reset_counts()
 
-    def _forward(self, step: graph_runtime.StepInputs) -> torch.Tensor:
-        tensors = step.tensors
-        metadata = spec_kernels.PagedAttentionMetadata(
-            block_table=tensors["block_table"], q_lens=[1] * step.bs, kv_lens=step.host["kv_lens"]
-        )
-        hidden = self.model.run(
-            self.model.embed(tensors["input_ids"]),
-            positions=tensors["positions"],
-            slots=tensors["slots"],
-            metadata=metadata,
-        )
-        return self.model.next_tokens(hidden)
+    def _reset_counts(self) -> None:
+        self.steps: Counter[int] = Counter()
+        self.most_in_flight = self.row_steps = self.row_tokens = 0
+        self.replays_before, self.eager_before = self._runner_counts()
+
+    def _runner_counts(self) -> tuple[int, Counter[str]]:
+        replays, eager = 0, Counter[str]()
+        for stepper in self.steppers.values():
+            replays += stepper.runner.counters.graph_replays
+            eager.update({str(reason): n for reason, n in stepper.runner.counters.eager_steps.items()})
+        return replays, eager
+
+    def capture(self) -> None:
+        """Capture the graphs of every window width."""
+        for stepper in self.steppers.values():
+            stepper.runner.capture(progress=False)
 
     def offer(self, request: Request) -> None:
         """Reserve pages for the whole request and tell the prefill stages where its prompt goes."""
         page_size = self.config.page_size
-        pages = self.pages.alloc(kv_planner.page_count(len(request.prompt) + request.new_tokens, page_size))
+        most = len(request.prompt) + request.new_tokens + self.config.drafts  # a last window may reach past the end
+        pages = self.pages.alloc(kv_planner.page_count(most, page_size))
         prompt_pages = pages[: kv_planner.page_count(len(request.prompt), page_size)]
         session = self.receiver.open(request.room, prompt_pages, tokens=len(request.prompt))
-        self.arriving[request.room] = _Running(request, pages, session)
+        self.arriving[request.room] = _Running(request, pages, session, time.monotonic())
 
     def collect(self, link: Link) -> None:
         """Move requests whose KV has arrived to the waiting line, and fill the batch from there."""
@@ -118,53 +114,64 @@ class Decoder:
             link.send(Arrived(room=room, nbytes=result.nbytes, blocks=result.blocks, pages=result.pages))
             self._emit(link, entry, int(first))
             self.waiting.append(entry)
+        self._retire()
         while self.waiting and len(self.running) < max(self.config.buckets):
             self.running.append(self.waiting.popleft())
+        self._retire()
         self.most_in_flight = max(self.most_in_flight, len(self.running))
+
+    def _retire(self) -> None:
+        for entry in [entry for entry in self.running if len(entry.tokens) >= entry.request.new_tokens]:
+            self.running.remove(entry)
+            self.pages.release(entry.pages)
 
     @staticmethod
     def _emit(link: Link, entry: _Running, token: int) -> None:
         entry.tokens.append(token)
         link.send(Emitted(room=entry.request.room, token=token, clock=time.monotonic()))
 
-    def step(self, link: Link) -> None:
-        """One token for every running request."""
-        batch = self.running
-        tables = np.zeros((len(batch), self.table_width), np.int32)
-        for row, entry in enumerate(batch):
-            tables[row, : len(entry.pages)] = entry.pages
-        page_size = self.config.page_size
-        result = self.runner.run(
-            {
-                "input_ids": np.array([entry.tokens[-1] for entry in batch], np.int64),
-                "positions": np.array([entry.length - 1 for entry in batch], np.int64),
-                "slots": np.concatenate(
-                    [slots_for(entry.pages, entry.length - 1, entry.length, page_size) for entry in batch]
-                ),
-                "block_table": tables,
-            },
-            {"kv_lens": [entry.length for entry in batch]},
-            raw_bs=len(batch),
-        )
-        self.steps[result.bucket or len(batch)] += 1
-        for entry, token in zip(batch, result.output.tolist(), strict=True):
-            self._emit(link, entry, int(token))
-        for entry in [entry for entry in batch if len(entry.tokens) >= entry.request.new_tokens]:
-            self.running.remove(entry)
-            self.pages.release(entry.pages)
+    def _kv_lens(self, window: int) -> list[int]:
+        """KV lengths of the verify step, the window included, by the rule of the mode."""
+        kind = self.mode.length_rule
+        committed = np.array([entry.committed for entry in self.running], np.int64)
+        published = committed + window if kind == "dflash" else committed
+        return [int(n) for n in kv_planner.kv_lengths(kind, published, window=window)]
 
-    def counters(self) -> Counters:
-        """What was counted over the run."""
-        return Counters(
-            graph_replays=self.runner.counters.graph_replays,
-            eager_steps={str(reason): count for reason, count in self.runner.counters.eager_steps.items()},
+    def step(self, link: Link) -> None:
+        """Verify one window for every running request; at least one token each."""
+        began = time.monotonic()
+        batch, stepper = self.running, self.steppers[self.mode.drafts + 1]
+        rows = [
+            Row([entry.tokens[-1], *entry.drafts(self.mode.drafts)], entry.committed, entry.pages) for entry in batch
+        ]
+        result = stepper.step(rows, kv_lens=self._kv_lens(stepper.window), graphs=self.mode.graphs)
+        self.steps[result.size] += 1
+        self.row_steps += len(batch)
+        for entry, committed in zip(batch, result.committed, strict=True):
+            self.row_tokens += len(committed)
+            for token in committed:
+                self._emit(link, entry, int(token))
+        link.send(Span(lane="decode", name=f"{len(batch)} rows", begin=began, end=time.monotonic()))
+        self._retire()
+
+    def tally(self) -> Counters:
+        """What was counted since the last tally."""
+        replays, eager = self._runner_counts()
+        counters = Counters(
+            graph_replays=replays - self.replays_before,
+            eager_steps=dict(eager - self.eager_before),
             steps_by_bucket=dict(self.steps),
             most_in_flight=self.most_in_flight,
+            row_steps=self.row_steps,
+            row_tokens=self.row_tokens,
         )
+        self._reset_counts()
+        return counters
 
     def close(self) -> None:
         """Release graphs and transfer."""
-        self.runner.close()
+        for stepper in self.steppers.values():
+            stepper.runner.close()
         self.receiver.close()
 
 
@@ -173,21 +180,23 @@ def run_decode(link: Link, setup: Setup) -> None:
     decoder = Decoder(setup)
     link.send(Ready(endpoint=decoder.receiver.endpoint, device=setup.device_text))
     link.expect(Connect)
-    decoder.runner.capture(progress=False)
+    decoder.capture()
     decoder.receiver.wait_ready()
     link.send(Connected())
     try:
         while True:
-            idle = not decoder.running
-            message = link.receive(wait=0.002 if idle else 0)
+            message = link.receive(wait=0 if decoder.running else 0.002)
             if isinstance(message, Shutdown):
-                link.send(decoder.counters())
                 return
-            if isinstance(message, Request):
+            if isinstance(message, Mode):
+                decoder.mode = message
+            elif isinstance(message, Tally):
+                link.send(decoder.tally())
+            elif isinstance(message, Request):
                 decoder.offer(message)
-                continue
-            decoder.collect(link)
-            if decoder.running:
-                decoder.step(link)
+            else:
+                decoder.collect(link)
+                if decoder.running:
+                    decoder.step(link)
     finally:
         decoder.close()

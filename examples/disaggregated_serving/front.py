@@ -1,4 +1,4 @@
-"""The front: hands requests to the workers and collects what comes back, with the times at which it came.
+"""The front: hands rounds of requests to the workers and collects what comes back, with the times at which it came.
 
 It computes nothing itself and imports no torch.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .config import (
     ROLES,
@@ -17,11 +17,13 @@ from .config import (
     Connected,
     Counters,
     Emitted,
+    Mode,
     Prefilled,
     Ready,
     Request,
     ServeConfig,
-    Shutdown,
+    Span,
+    Tally,
 )
 from .launcher import Workers
 
@@ -36,7 +38,7 @@ class Served:
     Attributes:
         submitted: monotonic clock in seconds when the front sent it.
         clocks: monotonic clock of every emitted token.
-        prefilled: prompt tokens that prefill has finished so far.
+        computed / hit: prompt tokens that prefill has computed, and found in its cache; together the prompt.
         nbytes / blocks / pages: KV moved for it, summed over the prefill stages.
     """
 
@@ -45,7 +47,8 @@ class Served:
     submitted: float = 0.0
     output: list[int] = field(default_factory=list)
     clocks: list[float] = field(default_factory=list)
-    prefilled: int = 0
+    computed: int = 0
+    hit: int = 0
     nbytes: int = 0
     blocks: int = 0
     pages: int = 0
@@ -57,13 +60,14 @@ class Served:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between neighbouring tokens."""
+        """Seconds between neighbouring tokens; tokens of one step come together."""
         return [after - before for before, after in zip(self.clocks, self.clocks[1:], strict=False)]
 
     @property
     def tokens_per_second(self) -> float:
         """Decode rate after the first token; 0 for a single token."""
-        return len(self.gaps) / sum(self.gaps) if self.gaps else 0.0
+        seconds = sum(self.gaps)
+        return len(self.gaps) / seconds if seconds > 0 else 0.0
 
     @property
     def median_gap(self) -> float:
@@ -73,12 +77,139 @@ class Served:
 
 @dataclass(frozen=True)
 class ServeResult:
-    """Everything that a run gives."""
+    """Everything that a round gives; spans are the lanes of the timeline."""
 
     requests: list[Served]
     counters: Counters
     device: str
     seconds: float
+    spans: list[Span]
+
+
+class Serving:
+    """Running workers that serve one round of requests after the other; use as a context manager."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        *,
+        on_start: Callable[[Workers], None] = lambda workers: None,
+        on_stage: Callable[[str], None] = lambda text: None,
+        timeout: float = 180.0,
+    ) -> None:
+        """Start the workers and wait until they have agreed.
+
+        Args:
+            config: the run.
+            on_start: called with the workers as soon as their processes exist.
+            on_stage: called with a short text when the run enters another phase.
+            timeout: seconds of silence of all workers after which the run is given up.
+
+        Raises:
+            WorkerFailed: a worker ended or reported an error; all others are stopped.
+            TimeoutError: nothing was heard for `timeout` seconds.
+        """
+        self.config = config
+        self._rooms = 0
+        on_stage("starting three processes and loading the model")
+        self.workers = Workers(config)
+        try:
+            on_start(self.workers)
+            self._events = self.workers.events(timeout=timeout)
+            ready: dict[str, Ready] = self._from_all(Ready)
+            on_stage("agreeing on the KV layout and capturing graphs")
+            receiver = ready["decode"].endpoint
+            assert receiver is not None
+            self.device = ready["decode"].device
+            for role in ROLES:
+                next_stage = ready["prefill-1"].endpoint if role == "prefill-0" else None
+                self.workers.send(role, Connect(receiver=receiver, next_stage=next_stage))
+            self._from_all(Connected)
+        except BaseException:
+            self.workers.close()
+            raise
+
+    def __enter__(self) -> Serving:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.workers.close()
+
+    def _from_all(self, kind: type[Any]) -> dict[str, Any]:
+        """One message of `kind` from every worker."""
+        heard: dict[str, Any] = {}
+        while len(heard) < len(ROLES):
+            role, message = next(self._events)
+            if isinstance(message, kind):
+                heard[role] = message
+        return heard
+
+    def serve(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        new_tokens: int | None = None,
+        mode: Mode | None = None,
+        use_cache: bool = True,
+        on_progress: Callable[[Served], None] = lambda served: None,
+    ) -> ServeResult:
+        """Serve all `prompts` at once and return when every one has its tokens.
+
+        Args:
+            prompts: token ids of each prompt.
+            new_tokens: tokens for every request; None: what the config says.
+            mode: how decode steps run; None: drafts as in the config, graphs, EAGLE's length rule.
+            use_cache: whether prefill may use what its cache holds.
+            on_progress: called with a request whenever something about it has changed.
+
+        Raises:
+            WorkerFailed: a worker ended or reported an error; all others are stopped on leaving the context.
+            TimeoutError: nothing was heard for the time-out.
+        """
+        wanted = self.config.new_tokens if new_tokens is None else new_tokens
+        self.workers.send("decode", mode or Mode(drafts=self.config.drafts))
+        requests = {self._rooms + at: Served(self._rooms + at, tuple(prompt)) for at, prompt in enumerate(prompts)}
+        self._rooms += len(requests)
+        began = time.monotonic()
+        for served in requests.values():
+            request = Request(room=served.room, prompt=served.prompt, new_tokens=wanted, use_cache=use_cache)
+            served.submitted = time.monotonic()
+            self.workers.send("decode", request)
+            self.workers.send("prefill-0", request)
+        left, spans, ended = set(requests), [], began
+        while left:
+            _, message = next(self._events)
+            if isinstance(message, Span):
+                spans.append(message)
+                continue
+            served = requests[message.room]
+            if isinstance(message, Prefilled):
+                served.computed += message.computed
+                served.hit += message.hit
+            elif isinstance(message, Arrived):
+                served.nbytes, served.blocks, served.pages = message.nbytes, message.blocks, message.pages
+            elif isinstance(message, Emitted):
+                served.output.append(message.token)
+                served.clocks.append(message.clock)
+                if len(served.output) == wanted:
+                    left.discard(served.room)
+            on_progress(served)
+            ended = time.monotonic()
+        self.workers.send("decode", Tally())
+        while True:
+            _, message = next(self._events)
+            if isinstance(message, Counters):
+                return ServeResult(list(requests.values()), message, self.device, ended - began, spans)
+            if isinstance(message, Span):
+                spans.append(message)
+            elif isinstance(message, Prefilled):  # stage 1 may report after the last token was emitted
+                requests[message.room].computed += message.computed
+                on_progress(requests[message.room])
+
+    def close(self) -> None:
+        """Ask the workers to leave, and see that they do."""
+        self.workers.shutdown()
+        self.workers.close()
 
 
 def serve(
@@ -86,67 +217,11 @@ def serve(
     prompts: Sequence[Sequence[int]],
     *,
     on_start: Callable[[Workers], None] = lambda workers: None,
-    on_stage: Callable[[str], None] = lambda text: None,
     on_progress: Callable[[Served], None] = lambda served: None,
-    timeout: float = 180.0,
+    mode: Mode | None = None,
 ) -> ServeResult:
-    """Serve all `prompts` at once and return when every one has `config.new_tokens` tokens.
-
-    Args:
-        config: the run.
-        prompts: token ids of each prompt.
-        on_start: called with the workers as soon as their processes exist.
-        on_stage: called with a short text when the run enters another phase.
-        on_progress: called with a request whenever something about it has changed.
-        timeout: seconds of silence of all workers after which the run is given up.
-
-    Raises:
-        WorkerFailed: a worker ended or reported an error; all others are stopped.
-        TimeoutError: nothing was heard for `timeout` seconds.
-    """
-    requests = {room: Served(room, tuple(prompt)) for room, prompt in enumerate(prompts)}
-    with Workers(config) as workers:
-        on_start(workers)
-        events = workers.events(timeout=timeout)
-        on_stage("starting three processes and loading the model")
-        ready: dict[str, Ready] = {}
-        while len(ready) < len(ROLES):
-            role, message = next(events)
-            ready[role] = message
-        on_stage("agreeing on the KV layout and capturing graphs")
-        receiver = ready["decode"].endpoint
-        assert receiver is not None
-        for role in ROLES:
-            next_stage = ready["prefill-1"].endpoint if role == "prefill-0" else None
-            workers.send(role, Connect(receiver=receiver, next_stage=next_stage))
-        connected: set[str] = set()
-        while len(connected) < len(ROLES):
-            role, message = next(events)
-            assert isinstance(message, Connected), message
-            connected.add(role)
-        on_stage("serving")
-        began = time.monotonic()
-        for served in requests.values():
-            request = Request(room=served.room, prompt=served.prompt, new_tokens=config.new_tokens)
-            served.submitted = time.monotonic()
-            workers.send("decode", request)
-            workers.send("prefill-0", request)
-        left = set(requests)
-        while left:
-            _, message = next(events)
-            served = requests[message.room]
-            if isinstance(message, Prefilled):
-                served.prefilled += message.tokens
-            elif isinstance(message, Arrived):
-                served.nbytes, served.blocks, served.pages = message.nbytes, message.blocks, message.pages
-            elif isinstance(message, Emitted):
-                served.output.append(message.token)
-                served.clocks.append(message.clock)
-                if len(served.output) == config.new_tokens:
-                    left.discard(served.room)
-            on_progress(served)
-        seconds = time.monotonic() - began
-        workers.send("decode", Shutdown())
-        counters = next(message for _, message in events if isinstance(message, Counters))
-        workers.shutdown()
-    return ServeResult(list(requests.values()), counters, ready["decode"].device, seconds)
+    """One round with workers of its own; see `Serving`."""
+    with Serving(config, on_start=on_start) as serving:
+        result = serving.serve(prompts, mode=mode, on_progress=on_progress)
+        serving.close()
+    return result

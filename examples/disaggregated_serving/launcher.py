@@ -143,5 +143,6 @@ class Workers:
         for worker in self._workers.values():
             worker.process.wait()
             worker.socket.close()
+        self._workers.clear()
         self._context.term()
         self._folder.cleanup()

@@ -1,15 +1,16 @@
-"""A prefill stage: computes prompts chunk by chunk and sends each chunk's KV to the decode process as it is done.
+"""A prefill stage: finds what its cache has of a prompt, computes the rest in chunks, and sends KV as it is done.
 
-Stage 0 embeds and hands hidden states to stage 1 over ZeroMQ; stage 1 also chooses the first token, which travels with
-the end of its transfer.
+Stage 0 leads: it asks stage 1 for its hit, both take the smaller one, and it hands hidden states over ZeroMQ. Stage 1
+also chooses the first token, which travels with the end of its transfer.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import kv_planner
 import kv_transfer
@@ -18,12 +19,15 @@ import spec_kernels
 import torch
 import zmq
 from kv_pool import MhaPool, PageAllocator, slots_for
+from kv_pool.hicache import Acquired, HiCacheController, HostPool
 
-from .config import Connect, Connected, Prefilled, Ready, Request, Shutdown
+from .config import Connect, Connected, Prefilled, Ready, Request, Shutdown, Span
 from .setup import KV_DTYPE
 from .stage import Stage
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .setup import Link, Setup
 
 STAGES = 2
@@ -33,29 +37,38 @@ STAGES = 2
 class _Room:
     """One request on this stage."""
 
-    prompt_tokens: int
-    pages: np.ndarray[tuple[int], np.dtype[np.int64]]
+    prompt: Sequence[int]
+    acquired: Acquired
     session: kv_transfer.SenderSession
     done: int = 0
+    sent_pages: int = 0
 
 
 class PrefillStage:
-    """The layers of one stage, their pool, and the transfer sessions of the prompts under way."""
+    """The layers of one stage, their pool and cache, and the transfer sessions of the prompts under way."""
 
     def __init__(self, setup: Setup, stage: int) -> None:
-        layers = setup.shape.layers
+        config, layers = setup.config, setup.shape.layers
         layer_ids = list(range(layers * stage // STAGES, layers * (stage + 1) // STAGES))
-        self.setup, self.config = setup, setup.config
+        self.setup, self.config, self.name = setup, config, f"prefill-{stage}"
         self.last = stage == STAGES - 1
         self.pool = MhaPool(
             setup.layout,
-            size=setup.config.prefill_pool,
+            size=config.prefill_pool,
             device=setup.device,
             layer_ids=layer_ids,
             placement=kv_planner.Placement(pp_rank=stage, pp_size=STAGES),
             zero=False,  # the emulated device then reports attention over a slot that nobody wrote
         )
-        self.pages = PageAllocator(self.pool.num_pages, setup.config.page_size)
+        host = HostPool(self.pool, pages=config.host_pool // config.page_size + 1)
+        self.cache = HiCacheController(
+            self.pool,
+            PageAllocator(self.pool.num_pages, config.page_size),
+            host,
+            kv_planner.PrefixIndex(
+                config.page_size, device_pages=self.pool.num_pages, host_pages=host.num_pages
+            ),
+        )
         self.model = Stage(setup.weights(layer_ids), self.pool, device=setup.device, kv_dtype=KV_DTYPE)
         self.rooms: dict[int, _Room] = {}
 
@@ -70,46 +83,63 @@ class PrefillStage:
         """End the transfer side."""
         self.sender.close()
 
-    def chunk(self, room: int, prompt_tokens: int, rows: torch.Tensor) -> torch.Tensor:
+    def begin(self, room: int, prompt: Sequence[int], *, use_cache: bool) -> int:
+        """Take pages for a prompt; the tokens that this stage need not compute."""
+        acquired = self.cache.acquire(np.asarray(prompt, np.int64))
+        self.rooms[room] = _Room(prompt, acquired, self.sender.open(room))
+        return acquired.hit_tokens if use_cache else 0
+
+    def start(self, link: Link, room: int, hit: int) -> None:
+        """Settle on the hit that both stages have, and start to load what of it is on the host."""
+        state = self.rooms[room]
+        self.cache.limit(state.acquired, hit)
+        began = time.monotonic()
+        self.cache.load(state.acquired)
+        if state.acquired.host_hit_tokens:
+            link.send(Span(lane=f"hicache {self.name}", name=f"room {room}", begin=began, end=time.monotonic()))
+        state.done = hit
+
+    def chunk(self, link: Link, room: int, rows: torch.Tensor) -> torch.Tensor:
         """Compute the next `rows` (ids on stage 0, hidden states on stage 1) of a room and send their KV.
 
         Returns:
             The hidden states after this stage. Shape: [tokens, hidden]; float32.
         """
-        if room not in self.rooms:
-            pages = self.pages.alloc(kv_planner.page_count(prompt_tokens, self.config.page_size))
-            self.rooms[room] = _Room(prompt_tokens, pages, self.sender.open(room))
-        state = self.rooms[room]
+        began = time.monotonic()
+        state, device, page_size = self.rooms[room], self.setup.device, self.config.page_size
         start, stop = state.done, state.done + rows.shape[0]
-        device, page_size = self.setup.device, self.config.page_size
-        slots = slots_for(state.pages, start, stop, page_size)
+        pages = state.acquired.pages
         metadata = spec_kernels.build_paged_metadata(
-            [state.pages], q_lens=[stop - start], kv_lens=[stop], page_size=page_size, device=device
+            [pages], q_lens=[stop - start], kv_lens=[stop], page_size=page_size, device=device
         )
         hidden = self.model.embed(rows.to(device)) if self.model.embedding is not None else rows.to(device)
         hidden = self.model.run(
             hidden,
             positions=torch.arange(start, stop, device=device),
-            slots=torch.from_numpy(slots).to(device),
+            slots=torch.from_numpy(slots_for(pages, start, stop, page_size)).to(device),
             metadata=metadata,
+            before_layer=state.acquired.wait_layer,
         )
-        finished = stop == state.prompt_tokens
+        finished = stop == len(state.prompt)
         first_token = int(self.model.next_tokens(hidden[-1:]).item()) if finished and self.last else None
-        result = hidden.cpu()  # the writes of this chunk are done when this returns
-        first_page, last_page = start // page_size, kv_planner.page_count(stop, page_size)
-        state.session.send(state.pages[first_page:last_page], start=first_page)
-        state.done = stop
+        result = hidden.cpu()  # the loads and writes of these pages are done when this returns
+        computed = time.monotonic()
+        link.send(Span(lane=self.name, name=f"room {room}", begin=began, end=computed))
+        last_page = kv_planner.page_count(stop, page_size)
+        state.session.send(pages[state.sent_pages : last_page], start=state.sent_pages)
+        state.done, state.sent_pages = stop, last_page
         if finished:
             state.session.finish({} if first_token is None else {"first_token": first_token})
-            self.pages.release(state.pages)
+            self.cache.finish(state.acquired, np.asarray(state.prompt, np.int64))
             del self.rooms[room]
+        link.send(Span(lane=f"transfer {self.name}", name=f"room {room}", begin=computed, end=time.monotonic()))
         return result
 
 
 def run_prefill(link: Link, setup: Setup, *, stage: int) -> None:
     """Serve as prefill stage `stage` until the front says Shutdown."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    line = context.socket(zmq.PULL if stage else zmq.PUSH)
+    line = context.socket(zmq.PAIR)
     endpoint = None
     if stage:
         endpoint = f"tcp://127.0.0.1:{line.bind_to_random_port('tcp://127.0.0.1')}"
@@ -132,6 +162,10 @@ def run_prefill(link: Link, setup: Setup, *, stage: int) -> None:
         context.term()
 
 
+def _tell(line: zmq.Socket[bytes], header: dict[str, Any], body: bytes = b"") -> None:
+    line.send_multipart([json.dumps(header).encode(), body])
+
+
 def _lead(link: Link, worker: PrefillStage, line: zmq.Socket[bytes]) -> None:
     """Stage 0: requests from the front, one after the other, in chunks."""
     waiting: deque[Request] = deque()
@@ -143,15 +177,19 @@ def _lead(link: Link, worker: PrefillStage, line: zmq.Socket[bytes]) -> None:
             waiting.append(message)
             continue
         request = waiting.popleft()
-        for start in range(0, len(request.prompt), worker.config.chunk):
-            ids = torch.tensor(request.prompt[start : start + worker.config.chunk])
-            hidden = worker.chunk(request.room, len(request.prompt), ids)
-            header = {"room": request.room, "prompt_tokens": len(request.prompt), "shape": list(hidden.shape)}
-            line.send_multipart([json.dumps(header).encode(), hidden.numpy().tobytes()])
+        room, prompt = request.room, request.prompt
+        _tell(line, {"do": "begin", "room": room, "prompt": list(prompt), "use_cache": request.use_cache})
+        own = worker.begin(room, prompt, use_cache=request.use_cache)
+        hit = min(own, int(json.loads(line.recv_multipart()[0])["hit"]))
+        _tell(line, {"do": "start", "room": room, "hit": hit})
+        worker.start(link, room, hit)
+        for start in range(hit, len(prompt), worker.config.chunk):
+            hidden = worker.chunk(link, room, torch.tensor(prompt[start : start + worker.config.chunk]))
+            _tell(line, {"do": "chunk", "room": room, "shape": list(hidden.shape)}, hidden.numpy().tobytes())
 
 
 def _follow(link: Link, worker: PrefillStage, line: zmq.Socket[bytes]) -> None:
-    """Stage 1: hidden states from stage 0."""
+    """Stage 1: what stage 0 says."""
     poller = zmq.Poller()
     poller.register(link.socket, zmq.POLLIN)
     poller.register(line, zmq.POLLIN)
@@ -159,9 +197,17 @@ def _follow(link: Link, worker: PrefillStage, line: zmq.Socket[bytes]) -> None:
         ready = dict(poller.poll())
         if link.socket in ready and isinstance(link.receive(), Shutdown):
             return
-        if line in ready:
-            head, body = line.recv_multipart()
-            header = json.loads(head)
+        if line not in ready:
+            continue
+        head, body = line.recv_multipart()
+        header = json.loads(head)
+        room = header["room"]
+        if header["do"] == "begin":
+            _tell(line, {"hit": worker.begin(room, header["prompt"], use_cache=header["use_cache"])})
+        elif header["do"] == "start":
+            worker.start(link, room, header["hit"])
+            link.send(Prefilled(room=room, computed=0, hit=header["hit"]))
+        else:
             hidden = torch.from_numpy(np.frombuffer(body, np.float32).reshape(header["shape"]).copy())
-            worker.chunk(header["room"], header["prompt_tokens"], hidden)
-            link.send(Prefilled(room=header["room"], tokens=hidden.shape[0]))
+            worker.chunk(link, room, hidden)
+            link.send(Prefilled(room=room, computed=hidden.shape[0], hit=0))

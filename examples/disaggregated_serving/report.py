@@ -6,7 +6,8 @@ It neither serves nor judges.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import statistics
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -16,20 +17,21 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from .config import ServeConfig
+    from .config import Mode, ServeConfig
     from .front import Served, ServeResult
     from .reference import Verdict
 
 
-@dataclass(frozen=True)
+@dataclass
 class Judgement:
-    """Verdicts by room; empty when the check was switched off.
+    """Verdicts over all emitted tokens.
 
     Attributes:
+        verdicts: (round, room) to verdict.
         margin_share: largest share of tokens that may be within the margin rather than exact.
     """
 
-    verdicts: dict[int, Verdict]
+    verdicts: dict[tuple[str, int], Verdict] = field(default_factory=dict)
     margin_share: float = 0.01
 
     @property
@@ -53,10 +55,23 @@ class Judgement:
         return self.wrong == 0 and self.in_margin <= self.margin_share * self.checked
 
 
-def _request_row(served: Served) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Round:
+    """A round of requests, how it ran, and whether it is one of the modes that are compared."""
+
+    name: str
+    mode: Mode
+    result: ServeResult
+    compared: bool = False
+
+
+def _request_row(name: str, served: Served) -> dict[str, Any]:
     return {
+        "round": name,
         "room": served.room,
         "prompt_tokens": len(served.prompt),
+        "computed_tokens": served.computed,
+        "hit_tokens": served.hit,
         "new_tokens": len(served.output),
         "time_to_first_token_s": round(served.first_token_seconds, 4),
         "tokens_per_second": round(served.tokens_per_second, 3),
@@ -68,25 +83,62 @@ def _request_row(served: Served) -> dict[str, Any]:
     }
 
 
-def as_json(config: ServeConfig, result: ServeResult, judgement: Judgement | None) -> dict[str, Any]:
-    """All figures of a run."""
-    counters = result.counters
+def _mode_row(item: Round) -> dict[str, Any]:
+    gaps = [gap for served in item.result.requests for gap in served.gaps]
+    first = min(served.clocks[0] for served in item.result.requests)
+    last = max(served.clocks[-1] for served in item.result.requests)
+    counters = item.result.counters
     return {
-        "ok": judgement is None or judgement.ok,
+        "name": item.name,
+        "drafts": item.mode.drafts,
+        "length_rule": item.mode.length_rule,
+        "graphs": item.mode.graphs,
+        "tokens_per_second": round(len(gaps) / (last - first), 3),
+        "tokens_per_step": round(counters.row_tokens / counters.row_steps, 3),
+        "median_inter_token_s": round(statistics.median(gaps), 4),
+        "max_inter_token_s": round(max(gaps), 4),
+        "graph_replays": counters.graph_replays,
+        "eager_steps": sum(counters.eager_steps.values()),
+    }
+
+
+def as_json(config: ServeConfig, rounds: list[Round], judgement: Judgement | None) -> dict[str, Any]:
+    """All figures of a run."""
+    compared = [item for item in rounds if item.compared]
+    served = [(item.name, request) for item in rounds if not item.compared for request in item.result.requests]
+    outputs = [[request.output for request in item.result.requests] for item in compared]
+    same = all(output == outputs[0] for output in outputs)
+    counters = [item.result.counters for item in rounds]
+    reasons: dict[str, int] = {}
+    buckets: dict[int, int] = {}
+    for item in counters:
+        for reason, count in item.eager_steps.items():
+            reasons[reason] = reasons.get(reason, 0) + count
+        if item.graph_replays:
+            for bucket, count in item.steps_by_bucket.items():
+                buckets[bucket] = buckets.get(bucket, 0) + count
+    whole = all(request.computed + request.hit == len(request.prompt) for _, request in served)
+    return {
+        "ok": whole and same and (judgement is None or judgement.ok),
         "engine": config.engine,
-        "device": result.device,
+        "device": rounds[0].result.device,
         "model": "SmolLM2-135M-Instruct" if config.model is None else f"random-{config.model.seed}",
-        "tokens_emitted": sum(len(served.output) for served in result.requests),
+        "tokens_emitted": sum(len(request.output) for item in rounds for request in item.result.requests),
         "tokens_checked": 0 if judgement is None else judgement.checked,
         "tokens_in_margin": 0 if judgement is None else judgement.in_margin,
         "tokens_wrong": 0 if judgement is None else judgement.wrong,
-        "graph_replays": counters.graph_replays,
-        "eager_steps": sum(counters.eager_steps.values()),
-        "eager_reasons": counters.eager_steps,
-        "steps_by_bucket": {str(bucket): count for bucket, count in sorted(counters.steps_by_bucket.items())},
-        "most_in_flight": counters.most_in_flight,
-        "serving_seconds": round(result.seconds, 3),
-        "requests": [_request_row(served) for served in result.requests],
+        "graph_replays": sum(item.graph_replays for item in counters),
+        "eager_steps": sum(reasons.values()),
+        "eager_reasons": reasons,
+        "steps_by_bucket": {str(bucket): count for bucket, count in sorted(buckets.items())},
+        "most_in_flight": max(item.most_in_flight for item in counters),
+        "hicache_hit_tokens": sum(request.hit for _, request in served),
+        "tokens_per_step": round(sum(c.row_tokens for c in counters) / sum(c.row_steps for c in counters), 3),
+        "serving_seconds": round(sum(item.result.seconds for item in rounds), 3),
+        "prompts_complete": whole,
+        "modes_agree": same,
+        "modes": [_mode_row(item) for item in compared],
+        "requests": [_request_row(name, request) for name, request in served],
     }
 
 
@@ -97,26 +149,28 @@ def write_json(path: Path, figures: dict[str, Any]) -> None:
     draft.replace(path)
 
 
+def _table(title: str, columns: list[str]) -> Table:
+    table = Table(title=title, title_justify="left", padding=(0, 0, 0, 1))
+    for column in columns:
+        table.add_column(column, justify="right", overflow="fold")
+    return table
+
+
 def show(console: Console, figures: dict[str, Any]) -> None:
-    """Print the table of requests and the summary under it."""
-    table = Table(title="Requests", title_justify="left")
-    for title in (
-        "request",
-        "prompt",
-        "new",
-        "first token",
-        "tokens/s",
-        "gap median",
-        "gap max",
-        "KV MB",
-        "blocks",
-        "pages",
-    ):
-        table.add_column(title, justify="right", no_wrap=True)
+    """Print the tables and the summary under them."""
+    columns = ["request", "prompt", "cache hit", "new", "first token", "tokens/s", "gap median", "gap max", "KV MB"]
+    table = _table("Requests", [*columns, "blocks", "pages"])
+    name = None
     for row in figures["requests"]:
+        if row["round"] != name:
+            name = row["round"]
+            table.add_section()
+            console_row = [f"[bold]{name}[/bold]"]
+            table.add_row(*console_row)
         table.add_row(
             str(row["room"]),
             str(row["prompt_tokens"]),
+            str(row["hit_tokens"]),
             str(row["new_tokens"]),
             f"{row['time_to_first_token_s']:.2f} s",
             f"{row['tokens_per_second']:.1f}",
@@ -127,13 +181,33 @@ def show(console: Console, figures: dict[str, Any]) -> None:
             str(row["kv_pages"]),
         )
     console.print(table)
+    if figures["modes"]:
+        table = _table(
+            "Ways to decode (the same four prompts)",
+            ["drafts", "length rule", "steps", "tokens/s", "tokens/step", "gap median", "gap max"],
+        )
+        for row in figures["modes"]:
+            table.add_row(
+                str(row["drafts"]),
+                row["length_rule"],
+                "graph" if row["graphs"] else "eager",
+                f"{row['tokens_per_second']:.1f}",
+                f"{row['tokens_per_step']:.2f}",
+                f"{row['median_inter_token_s'] * 1e3:.0f} ms",
+                f"{row['max_inter_token_s'] * 1e3:.0f} ms",
+            )
+        console.print(table)
     buckets = ", ".join(f"{count} at bucket {bucket}" for bucket, count in figures["steps_by_bucket"].items())
-    reasons = ", ".join(f"{count}: {reason}" for reason, count in figures["eager_reasons"].items()) or "none"
-    console.print(f"device          {figures['device']}")
+    reasons = ", ".join(f"{count} {reason}" for reason, count in figures["eager_reasons"].items()) or "none"
+    console.print(f"device          {figures['device']}", highlight=False)
     console.print(f"engine          {figures['engine']}")
     console.print(f"decode steps    {figures['graph_replays']} graph replays ({buckets})")
-    console.print(f"eager fallbacks {reasons}")
+    console.print(f"eager steps     {reasons}")
     console.print(f"in flight       at most {figures['most_in_flight']} requests decoding at once")
+    console.print(f"cache           {figures['hicache_hit_tokens']} prompt tokens found instead of computed")
+    console.print(f"speculation     {figures['tokens_per_step']} tokens a step and request")
+    if figures["modes"]:
+        console.print(f"ways to decode  {'all gave the same tokens' if figures['modes_agree'] else 'GAVE OTHER TOKENS'}")
     if figures["tokens_checked"]:
         console.print(
             f"check           {figures['tokens_checked']} tokens against a plain forward: "

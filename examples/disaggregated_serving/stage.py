@@ -12,6 +12,8 @@ import torch
 from torch.nn import functional
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kv_pool import MhaPool
     from spec_kernels import PagedAttentionMetadata
 
@@ -67,6 +69,7 @@ class Stage:
         positions: torch.Tensor,
         slots: torch.Tensor,
         metadata: PagedAttentionMetadata,
+        before_layer: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
         """Run the layers.
 
@@ -75,6 +78,7 @@ class Stage:
             positions: Shape [tokens]; position of each row in its request.
             slots: Shape [tokens]; where K and V of each row are written.
             metadata: block table and lengths of the requests.
+            before_layer: called with each layer's number before it runs, to wait for KV that is being loaded.
 
         Returns:
             Shape [tokens, hidden]; float32.
@@ -82,6 +86,8 @@ class Stage:
         cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
         requests = len(metadata.kv_lens)
         for offset, layer in enumerate(self.layers):
+            if before_layer is not None:
+                before_layer(self.first_layer + offset)
             hidden = self._layer(hidden, layer, self.first_layer + offset, cos, sin, slots, metadata, requests)
         return hidden
 

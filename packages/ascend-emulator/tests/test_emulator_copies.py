@@ -204,3 +204,32 @@ def test_non_blocking_copies_behind_a_blocked_replay_keep_the_order(attention: A
     torch_npu.npu.synchronize()
     assert landed.tolist() == [2, 4]
     attention.check(4)
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype is not torch.bool], ids=str)
+@pytest.mark.parametrize("view", ["whole", "transposed", "strided", "offset"])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_captured_copy_to_the_host_shows_poison_until_a_replay_was_waited_for(
+    dtype: torch.dtype, view: str, fresh: bool
+) -> None:
+    device = values(dtype).to("npu") + 1
+    memory = torch.zeros(6, 6, dtype=dtype).pin_memory()
+    host = VIEWS[view](memory)
+    graph = torch_npu.npu.NPUGraph()
+    with torch_npu.npu.graph(graph):
+        source = VIEWS[view](device)
+        if fresh:
+            host = source.to("cpu", non_blocking=True)
+        else:
+            host.copy_(source, non_blocking=True)
+    assert bool(emulator.poison.is_poisoned(host.contiguous()).all())
+    if not fresh:  # what lies beside a view is left alone
+        beside = torch.ones(6, 6, dtype=torch.bool)
+        VIEWS[view](beside).fill_(False)
+        assert not memory[beside].any()
+    for step in range(2):
+        device.copy_(values(dtype) + step)
+        graph.replay()
+        assert bool(emulator.poison.is_poisoned(host.contiguous()).all())
+        torch_npu.npu.synchronize()
+        assert torch.equal(host, VIEWS[view](values(dtype) + step))

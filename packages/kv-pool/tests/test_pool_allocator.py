@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -190,3 +191,21 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 AllocatorMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestAllocatorMachine = AllocatorMachine.TestCase
+
+
+@pytest.mark.parametrize("value", [0, -1, 4.5, 5.0, float("nan"), float("inf"), True, "5", None])
+@pytest.mark.parametrize("name", ["num_pages", "page_size"])
+def test_sizes_are_whole_numbers(name: str, value: Any) -> None:
+    arguments: dict[str, Any] = {"num_pages": 5, "page_size": 4, name: value}
+    with pytest.raises(PoolSizeError, match=name):
+        PageAllocator(**arguments)
+
+
+@pytest.mark.parametrize("count", [-1, 0.5, 1.5, float("nan"), True, "1", None])
+def test_counts_are_whole_numbers(count: Any) -> None:
+    pool = PageAllocator(5, 4)
+    with pytest.raises(PageError, match="count"):
+        pool.alloc(count)
+    pool.verify()
+    assert (pool.available, pool.held) == (4, 0)
+    assert pool.alloc(np.int32(2)).tolist() == [1, 2]  # type: ignore[arg-type]

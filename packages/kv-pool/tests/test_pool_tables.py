@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -62,3 +64,43 @@ def test_block_table_pads_with_the_reserved_page() -> None:
 def test_what_does_not_fit_a_table(requests: list[list[int]], columns: int, rows: int | None) -> None:
     with pytest.raises(TableError):
         block_table(requests, columns=columns, rows=rows)
+
+
+@given(page=st.integers(1, 2**63 - 1), page_size=st.integers(1, 2**40), data=st.data())
+def test_a_slot_is_exact_or_refused(page: int, page_size: int, data: st.DataObject) -> None:
+    position = data.draw(st.integers(0, page_size - 1))
+    if (page + 1) * page_size > 2**63:
+        with pytest.raises(TableError, match="wrap"):
+            slots_for(np.array([page]), position, position + 1, page_size)
+    else:
+        assert slots_for(np.array([page]), position, position + 1, page_size).tolist() == [page * page_size + position]
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 4, 128, 2**20])
+def test_the_last_page_that_fits_int64(page_size: int) -> None:
+    last = 2**63 // page_size - 1
+    assert slots_for([last], page_size - 1, page_size, page_size).tolist() == [last * page_size + page_size - 1]
+    if page_size > 1:
+        with pytest.raises(TableError, match="wrap"):
+            slots_for([last + 1], 0, 1, page_size)
+
+
+@pytest.mark.parametrize("value", [-1, 0.5, 4.5, float("nan"), True, "4", None])
+@pytest.mark.parametrize("name", ["start", "stop", "page_size"])
+def test_positions_are_whole_numbers(name: str, value: Any) -> None:
+    arguments: dict[str, Any] = {"start": 0, "stop": 4, "page_size": 4, name: value}
+    with pytest.raises(TableError, match=name):
+        slots_for([1, 2], **arguments)
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, float("nan"), True, "4"])
+@pytest.mark.parametrize("name", ["columns", "rows"])
+def test_table_sizes_are_whole_numbers(name: str, value: Any) -> None:
+    arguments: dict[str, Any] = {"columns": 2, "rows": 2, name: value}
+    with pytest.raises(TableError, match=name):
+        block_table([], **arguments)
+
+
+def test_numpy_integers_are_whole_numbers() -> None:
+    assert slots_for([3], np.int32(0), np.int64(2), np.int32(4)).tolist() == [12, 13]  # type: ignore[arg-type]
+    assert block_table([[1]], columns=np.int32(2), rows=np.int64(1)).tolist() == [[1, 0]]  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_pool import (
+    AliasedRows,
     DeviceMismatch,
     DtypeMismatch,
     PoolSizeError,
@@ -146,3 +147,27 @@ def test_pool_too_large_for_the_writers_index(monkeypatch: pytest.MonkeyPatch) -
     create_writer("index", torch.device("cpu"), num_slots=2**31)
     with pytest.raises(PoolSizeError, match="wrap"):
         create_writer("index", torch.device("cpu"), num_slots=2**31 + 1)
+
+
+@pytest.mark.parametrize("argument", ["key", "value"])
+@pytest.mark.parametrize("source", ["key_cache", "value_cache"])
+@pytest.mark.parametrize("pages", [(1, 2), (2, 3)])
+def test_rows_of_the_layers_own_memory_are_refused_and_nothing_is_written(
+    argument: str, source: str, pages: tuple[int, int]
+) -> None:
+    """Whether or not the rows read are those written: at a replay the slots are others."""
+    case = _case(value_cache=torch.zeros(3, 4, 2, 8), value=torch.ones(2, 2, 8))
+    own = case[source].view(-1, 2, 8)[pages[0] * 4 : pages[1] * 4 : 2]
+    with pytest.raises(AliasedRows, match="clone") as caught:
+        IndexWriter().write(**{**case, argument: own})
+    assert caught.value.argument == argument
+    assert not case["key_cache"].any() and not case["value_cache"].any()
+    IndexWriter().write(**{**case, argument: own.clone()})
+
+
+def test_rows_of_another_layer_are_stored() -> None:
+    storage = torch.zeros(2, 3, 4, 2, 8)
+    storage[1, 1] = 5
+    case = _case(key_cache=storage[0], key=storage[1].view(-1, 2, 8)[4:6])
+    IndexWriter().write(**case)
+    assert storage[0].view(-1, 2, 8)[[4, 9]].eq(5).all() and storage[0].sum() == 5 * 2 * 16

@@ -2,7 +2,8 @@
 
 A blocking copy, and any copy from or to pageable memory, waits for the stream. A non-blocking copy between pinned
 memory and the device takes effect at the latest legal moment: a host destination is poisoned when the copy is issued
-and gets its bytes at the next wait of the host that covers the copy; a host source is read when the stream needs it,
+and gets its bytes at the next wait of the host that covers the copy (in a capture: poisoned at once, and again at each
+replay); a host source is read when the stream needs it,
 and must not change before that wait.
 """
 
@@ -143,6 +144,7 @@ def _capture_to_host(graph: Graph, target: torch.Tensor, source: torch.Tensor) -
         scheduler.deliver_later(queue, ticket, _delivery(target, staging))
 
     graph.add(HostCopy("device to host copy", _staged(target, source, staging), issue))
+    _poison(target)  # a capture computes nothing: what a reader finds here before the first replay is no result
 
 
 # --- pinned host to device ---

@@ -161,3 +161,4 @@ def _register(wait_seconds: float) -> None:
     kernels: dict[str, Callable[..., Any]] = importlib.import_module(".kernels", __package__).REGISTRY
     for name, kernel in kernels.items():
         fallback.register(name, kernel)
+    importlib.import_module("._defined_ops", __package__).implement()

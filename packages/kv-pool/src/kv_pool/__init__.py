@@ -7,14 +7,19 @@ from __future__ import annotations
 
 from kv_pool.allocator import PageAllocator
 from kv_pool.errors import (
+    AliasedRows,
+    CacheError,
     DeviceMismatch,
     DoubleFree,
     DtypeMismatch,
     ForeignPage,
     HeadRangeError,
+    HitError,
+    HostPoolError,
     IntegrityError,
     KvPoolError,
     LayoutError,
+    MoveRefused,
     OutOfPages,
     PageError,
     PoolSizeError,
@@ -24,6 +29,8 @@ from kv_pool.errors import (
     UnheldComponent,
     UnknownLayer,
     UnknownWriter,
+    UnmirroredComponent,
+    UnsupportedMover,
     WidthMismatch,
     WriteError,
 )
@@ -32,15 +39,20 @@ from kv_pool.tables import block_table, narrow_slots, slots_for
 from kv_pool.writers import Writer, WriterName, create_writer, writer_names
 
 __all__ = [
+    "AliasedRows",
+    "CacheError",
     "DeviceMismatch",
     "DoubleFree",
     "DtypeMismatch",
     "ForeignPage",
     "HeadRangeError",
+    "HitError",
+    "HostPoolError",
     "IntegrityError",
     "KvPoolError",
     "LayoutError",
     "MhaPool",
+    "MoveRefused",
     "OutOfPages",
     "PageAllocator",
     "PageError",
@@ -51,6 +63,8 @@ __all__ = [
     "UnheldComponent",
     "UnknownLayer",
     "UnknownWriter",
+    "UnmirroredComponent",
+    "UnsupportedMover",
     "WidthMismatch",
     "WriteError",
     "Writer",

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_pool.errors import DoubleFree, ForeignPage, IntegrityError, OutOfPages, PageError, PoolSizeError
-from kv_pool.tables import IndexLike, IntArray, as_index_array
+from kv_pool.tables import IndexLike, IntArray, as_index_array, whole_number
 
 __all__ = ["PageAllocator"]
 
@@ -32,18 +32,14 @@ class PageAllocator:
         page_size: Tokens in a page.
 
     Raises:
-        PoolSizeError: Fewer than two pages, or a page size below 1.
+        PoolSizeError: Fewer than two pages, a page size below 1, or one that is no whole number.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        if num_pages < 2 or page_size < 1:
-            raise PoolSizeError(
-                "num_pages, page_size",
-                given=(num_pages, page_size),
-                expected="at least (2, 1)",
-                consequence="page 0 is reserved, so no page could be handed out",
-                remedy="size the pool for at least one page",
-            )
+        consequence = "page 0 is reserved, so no page could be handed out"
+        num_pages = whole_number("num_pages", num_pages, least=2, error=PoolSizeError, consequence=consequence)
+        consequence = "no slot of a page could be computed"
+        page_size = whole_number("page_size", page_size, least=1, error=PoolSizeError, consequence=consequence)
         self._num_pages = num_pages
         self._page_size = page_size
         self._holders: npt.NDArray[np.int32] = np.zeros(num_pages, dtype=np.int32)
@@ -95,17 +91,10 @@ class PageAllocator:
 
         Raises:
             OutOfPages: Fewer pages are free; none is taken.
-            PageError: `count` is negative.
+            PageError: `count` is negative or no whole number.
             IntegrityError: A page on the free list has a holder.
         """
-        if count < 0:
-            raise PageError(
-                "count",
-                given=count,
-                expected="0 or more",
-                consequence="nothing can be taken",
-                remedy="pass a page count",
-            )
+        count = whole_number("count", count, error=PageError, consequence="no page was taken")
         if count > self._top:
             raise OutOfPages(
                 "count",

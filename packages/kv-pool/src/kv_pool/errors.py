@@ -9,14 +9,19 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "AliasedRows",
+    "CacheError",
     "DeviceMismatch",
     "DoubleFree",
     "DtypeMismatch",
     "ForeignPage",
     "HeadRangeError",
+    "HitError",
+    "HostPoolError",
     "IntegrityError",
     "KvPoolError",
     "LayoutError",
+    "MoveRefused",
     "OutOfPages",
     "PageError",
     "PoolSizeError",
@@ -26,6 +31,8 @@ __all__ = [
     "UnheldComponent",
     "UnknownLayer",
     "UnknownWriter",
+    "UnmirroredComponent",
+    "UnsupportedMover",
     "WidthMismatch",
     "WriteError",
 ]
@@ -104,6 +111,10 @@ class DeviceMismatch(WriteError):
     """An argument lives on another device than the pool."""
 
 
+class AliasedRows(WriteError):
+    """Rows to store lie in the pool's own memory, where the write would change them while it reads."""
+
+
 class SlotOutOfRange(WriteError, IndexError):
     """A slot lies outside the pool, or does not fit the integer width that was asked for."""
 
@@ -130,3 +141,27 @@ class IntegrityError(KvPoolError, RuntimeError):
 
 class TableError(KvPoolError, ValueError):
     """A position, page list or block table does not cover what was asked of it."""
+
+
+class HostPoolError(KvPoolError, ValueError):
+    """The host pool cannot be built for this device pool."""
+
+
+class UnmirroredComponent(HostPoolError):
+    """The device pool has a component, part or layer of which the host would hold no copy."""
+
+
+class UnsupportedMover(KvPoolError, ValueError):
+    """No mover serves this host layout on this device, or the operator it needs is not there."""
+
+
+class MoveRefused(KvPoolError, ValueError):
+    """A copy between device and host was refused; nothing was moved."""
+
+
+class CacheError(KvPoolError, RuntimeError):
+    """A call that the state of an acquired prompt does not allow; nothing was changed."""
+
+
+class HitError(KvPoolError, ValueError):
+    """A hit length that is not a number of whole pages within what was found."""

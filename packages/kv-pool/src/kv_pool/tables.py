@@ -6,19 +6,21 @@ request's list, and padding is always 0. It does not own pages (see `allocator`)
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kv_pool.errors import SlotOutOfRange, TableError
+from kv_pool.errors import KvPoolError, SlotOutOfRange, TableError
 
-__all__ = ["as_index_array", "block_table", "narrow_slots", "slots_for"]
+__all__ = ["as_index_array", "block_table", "narrow_slots", "slots_for", "whole_number"]
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 IndexLike: TypeAlias = "npt.NDArray[Any] | Sequence[int]"
 INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
 
 
 def as_index_array(name: str, values: IndexLike, error: type[TableError] | Any = TableError) -> IntArray:
@@ -57,6 +59,29 @@ def as_index_array(name: str, values: IndexLike, error: type[TableError] | Any =
     return array.astype(np.int64, copy=False)
 
 
+def whole_number(
+    name: str, value: object, *, least: int = 0, error: type[KvPoolError] = TableError, consequence: str
+) -> int:
+    """Return `value` as an int, refusing fractions, NaN, bools and anything below `least`.
+
+    Raises:
+        TableError: As said, or the `error` that was asked for.
+    """
+    try:
+        number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or number < least:
+        raise error(
+            name,
+            given=value,
+            expected=f"a whole number of at least {least}",
+            consequence=consequence,
+            remedy="pass an int",
+        )
+    return number
+
+
 def slots_for(pages: IndexLike, start: int, stop: int, page_size: int) -> IntArray:
     """Return the slots of token positions `start..stop-1` of one request.
 
@@ -70,17 +95,13 @@ def slots_for(pages: IndexLike, start: int, stop: int, page_size: int) -> IntArr
         Shape: [stop - start]; dtype int64. Computed in 64 bits whatever the dtype of `pages`.
 
     Raises:
-        TableError: Negative or reversed positions, positions beyond the pages, or a reserved or negative page in use.
+        TableError: Negative, fractional or reversed positions, positions beyond the pages, a reserved or negative page in
+            use, or one whose slots do not fit int64.
     """
     ids = as_index_array("pages", pages)
-    if page_size < 1:
-        raise TableError(
-            "page_size",
-            given=page_size,
-            expected="at least 1",
-            consequence="no slot can be computed",
-            remedy="pass the pool's page size",
-        )
+    page_size = whole_number("page_size", page_size, least=1, consequence="no slot can be computed")
+    start = whole_number("start", start, consequence="positions count from 0")
+    stop = whole_number("stop", stop, consequence="positions count from 0")
     capacity = ids.size * page_size
     if not 0 <= start <= stop <= capacity:
         raise TableError(
@@ -95,6 +116,15 @@ def slots_for(pages: IndexLike, start: int, stop: int, page_size: int) -> IntArr
     first, last = start // page_size, (stop - 1) // page_size
     used = ids[first : last + 1]
     _refuse_reserved("pages", used)
+    most = (INT64_MAX + 1) // page_size - 1
+    if int(used.max()) > most:
+        raise TableError(
+            "pages",
+            given=int(used.max()),
+            expected=f"page ids up to {most}, whose {page_size} slots fit int64",
+            consequence="the slot would wrap and name another page's token",
+            remedy="pass pages that the allocator handed out",
+        )
     positions = np.arange(start - first * page_size, stop - first * page_size, dtype=np.int64)
     slots: IntArray = used[positions // page_size] * np.int64(page_size) + positions % page_size
     return slots
@@ -112,9 +142,11 @@ def block_table(requests: Sequence[IndexLike], *, columns: int, rows: int | None
         Shape: [rows, columns]; dtype int32.
 
     Raises:
-        TableError: A request with more pages than columns, more requests than rows, or a reserved or too large page.
+        TableError: A request with more pages than columns, more requests than rows, a reserved or too large page, or
+            `columns` or `rows` is no whole number.
     """
-    height = len(requests) if rows is None else rows
+    columns = whole_number("columns", columns, consequence="the table has no width")
+    height = len(requests) if rows is None else whole_number("rows", rows, consequence="the table has no height")
     if height < len(requests):
         raise TableError(
             "rows",

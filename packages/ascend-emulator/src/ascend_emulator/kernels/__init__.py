@@ -19,6 +19,7 @@ from .reshape_and_cache import npu_reshape_and_cache
 from .rotary import npu_rotary_mul
 from .rules import RULES
 from .scatter import npu_scatter_nd_update, npu_scatter_nd_update_
+from .transfer import transfer_kv_dim_exchange
 
 REGISTRY: dict[str, Callable[..., Any]] = {
     "npu::npu_fused_infer_attention_score": fia_v1.npu_fused_infer_attention_score,
@@ -39,6 +40,7 @@ REGISTRY: dict[str, Callable[..., Any]] = {
     "npu::npu_add_rms_norm": npu_add_rms_norm,
     "npu::npu_swiglu": npu_swiglu,
     "npu::npu_rotary_mul": npu_rotary_mul,
+    "npu::transfer_kv_dim_exchange": transfer_kv_dim_exchange,
 }
 """Kernel of each op, by full name and overload as torch.ops spells them."""
 

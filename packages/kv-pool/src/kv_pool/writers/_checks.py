@@ -1,4 +1,4 @@
-"""Owns the refusals that all writers share: ranks, widths, row counts, dtypes and devices.
+"""Owns the refusals that all writers share: ranks, widths, row counts, dtypes, devices and shared memory.
 
 Only facts that the host knows without asking a device; the values of slots are checked where they are (see `index`).
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from kv_pool.errors import DeviceMismatch, DtypeMismatch, RowMismatch, SlotOutOfRange, WidthMismatch
+from kv_pool.errors import AliasedRows, DeviceMismatch, DtypeMismatch, RowMismatch, SlotOutOfRange, WidthMismatch
 
 __all__ = ["check_slot_values", "check_write"]
 
@@ -71,6 +71,34 @@ def check_write(
                 consequence="the write would wait for a copy, and could not be captured",
                 remedy="move it to the pool's device first",
             )
+    if not torch.compiler.is_compiling():  # a traced call functionalises: sources are read before caches change
+        for name, tensor in (("slots", slots), ("key", key), ("value", value)):
+            for cache in (key_cache, value_cache):
+                if _share_memory(tensor, cache):
+                    raise AliasedRows(
+                        name,
+                        given="a view of the pool's own memory",
+                        expected="memory apart from the layer's K and V",
+                        consequence="rows would be overwritten while they are read",
+                        remedy="clone it first",
+                    )
+
+
+def _share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether the byte ranges of two tensors of one storage meet. Reads no values and no addresses."""
+    if not first.numel() or not second.numel() or first.device != second.device:
+        return False
+    if first.untyped_storage()._cdata != second.untyped_storage()._cdata:
+        return False
+    (start, end), (begin, stop) = _span(first), _span(second)
+    return start < stop and begin < end
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and one past the last byte within the storage."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start, size = tensor.storage_offset(), tensor.element_size()
+    return start * size, (start + last + 1) * size
 
 
 def check_slot_values(slots: torch.Tensor, num_slots: int) -> None:

@@ -1,0 +1,43 @@
+"""Runs operators that move host memory when the stream says so. It owns those that `kernels/` itself defines.
+
+The wrapper of `_operators.py` takes host tensors by value, which is right for arguments and wrong for memory that a
+copy reads or writes later. Here each page is one non-blocking copy with the rules of `_copies.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ._copies import copy_
+from ._fallback import _implement
+from .kernels import transfer
+
+__all__ = ["implement"]
+
+
+def _dim_exchange(
+    device_k: torch.Tensor,
+    host_k: torch.Tensor,
+    device_v: torch.Tensor,
+    host_v: torch.Tensor,
+    device_indices: torch.Tensor,
+    host_indices: torch.Tensor,
+    page_size: int,
+    direct: int,
+    flags: int,
+) -> None:
+    pairs = transfer.page_pairs(
+        device_k, host_k, device_v, host_v, device_indices.cpu(), host_indices.cpu(), page_size, direct, flags
+    )
+    both = [(device_k, host_k), *([(device_v, host_v)] if device_v.numel() and host_v.numel() else [])]
+    for device_page, host_page in pairs:
+        for device, host in both:
+            if direct == transfer.HOST_TO_DEVICE:
+                copy_(device[:, device_page], host[host_page], non_blocking=True)
+            else:
+                copy_(host[host_page], device[:, device_page], non_blocking=True)
+
+
+def implement() -> None:
+    """Put these kernels in the place of the ones that `_fallback.register` made."""
+    _implement(transfer.OP, _dim_exchange)

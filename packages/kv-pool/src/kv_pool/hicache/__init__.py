@@ -1,0 +1,40 @@
+"""Owns the second level of the cache: host memory that mirrors a device pool, and what moves pages between both.
+
+It does not own the device pool, nor storage beyond the host. Importing it imports torch and kv_planner alone.
+"""
+
+from __future__ import annotations
+
+from kv_pool.hicache._parts import WritePolicy
+from kv_pool.hicache.accounting import Accounting, CacheCounters
+from kv_pool.hicache.acquired import Acquired, Namespace
+from kv_pool.hicache.controller import HiCacheController
+from kv_pool.hicache.host_pool import ALIGNMENT, HOST_LAYOUTS, HostLayout, HostPool, Mirror, MirroredPool
+from kv_pool.hicache.movers import Mover, MoverCapabilities, MoverName, create_mover, mover_names, whole_pages
+from kv_pool.hicache.streams import ImmediateStreams, Lane, Mark, Streams, create_streams
+
+__all__ = [
+    "ALIGNMENT",
+    "HOST_LAYOUTS",
+    "Accounting",
+    "Acquired",
+    "CacheCounters",
+    "HiCacheController",
+    "HostLayout",
+    "HostPool",
+    "ImmediateStreams",
+    "Lane",
+    "Mark",
+    "Mirror",
+    "MirroredPool",
+    "Mover",
+    "MoverCapabilities",
+    "MoverName",
+    "Namespace",
+    "Streams",
+    "WritePolicy",
+    "create_mover",
+    "create_streams",
+    "mover_names",
+    "whole_pages",
+]

@@ -1,0 +1,57 @@
+"""Owns the life of device pages in a cache: taken from the allocator, and overwritten when nobody holds them any more.
+
+A freed page is filled with NaN (or -1 for integers), so that a read through a stale block table shows at once. It does
+not choose which pages to free.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from kv_pool.allocator import PageAllocator
+    from kv_pool.hicache.host_pool import HostPool
+    from kv_pool.tables import IndexLike, IntArray
+
+__all__ = ["DevicePages"]
+
+
+class DevicePages:
+    """An allocator whose freed pages are poisoned on the compute lane, in the order of the work issued there."""
+
+    def __init__(self, allocator: PageAllocator, host: HostPool, *, poison: bool) -> None:
+        self._allocator = allocator
+        self._storages = [mirror.device for mirror in host.mirrors] if poison else []
+
+    @property
+    def available(self) -> int:
+        """Free pages."""
+        return self._allocator.available
+
+    @property
+    def total(self) -> int:
+        """Pages without page 0."""
+        return self._allocator.total
+
+    def alloc(self, count: int) -> IntArray:
+        """See `PageAllocator.alloc`."""
+        return self._allocator.alloc(count)
+
+    def retain(self, pages: IndexLike) -> None:
+        """See `PageAllocator.retain`."""
+        self._allocator.retain(pages)
+
+    def release(self, pages: IndexLike) -> None:
+        """Drop one holder of each page, and poison the pages that nobody holds then."""
+        ids = np.asarray(pages, dtype=np.int64)
+        if not ids.size:
+            return
+        self._allocator.release(ids)
+        freed = np.sort(ids[self._allocator.holders(ids) == 0])
+        if not self._storages or not freed.size:
+            return
+        for run in np.split(freed, np.flatnonzero(np.diff(freed) != 1) + 1):
+            for storage in self._storages:
+                storage[:, int(run[0]) : int(run[-1]) + 1].fill_(float("nan") if storage.is_floating_point() else -1)

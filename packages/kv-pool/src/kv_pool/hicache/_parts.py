@@ -1,0 +1,47 @@
+"""Owns the proof that the parts of a cache were made for one another, and the names of its policies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+
+from kv_pool.errors import HostPoolError
+
+if TYPE_CHECKING:
+    from kv_planner import PrefixIndex
+
+    from kv_pool.allocator import PageAllocator
+    from kv_pool.hicache.host_pool import HostPool, MirroredPool
+
+__all__ = ["WritePolicy", "check_parts"]
+
+WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
+
+
+def check_parts(
+    pool: MirroredPool, allocator: PageAllocator, host: HostPool, index: PrefixIndex, policy: WritePolicy
+) -> None:
+    """Refuse parts that do not belong together.
+
+    Raises:
+        HostPoolError: They do not, one of them is in use already, or the policy does not exist.
+    """
+    rules: list[tuple[str, object, object]] = [
+        ("host.pool", host.pool is pool, True),
+        ("allocator.num_pages", allocator.num_pages, pool.num_pages),
+        ("allocator.page_size", allocator.page_size, pool.page_size),
+        ("allocator.held", allocator.held, 0),
+        ("index.page_size", index.page_size, pool.page_size),
+        ("index.device_pages", index.device_pages, pool.num_pages),
+        ("index.host_pages", index.host_pages, host.num_pages),
+        ("index.counts().nodes", index.counts().nodes, 0),
+        ("policy", policy in get_args(WritePolicy) or policy, True),
+    ]
+    for argument, given, expected in rules:
+        if given != expected:
+            raise HostPoolError(
+                argument,
+                given=given,
+                expected=expected if argument != "policy" else f"one of {list(get_args(WritePolicy))}",
+                consequence="pages of the cache would be those of somebody else, or of no pool",
+                remedy="make pool, allocator, host pool and index for one another, and use each for one cache",
+            )

@@ -1,0 +1,384 @@
+"""Owns the life of a prompt in a two-level cache: find, load, compute, keep, back up, evict.
+
+The controller decides; the index knows which tokens lie in which pages, the mover moves bytes, `_copies` keeps their
+order. One owner calls it, as one scheduler owns a pool. It does not compute attention and does not talk to other ranks:
+what they found comes in through `limit`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from kv_pool.errors import CacheError, HitError, UnknownLayer
+from kv_pool.hicache._copies import Copies
+from kv_pool.hicache._device import DevicePages
+from kv_pool.hicache._parts import WritePolicy, check_parts
+from kv_pool.hicache.accounting import Accounting, CacheCounters
+from kv_pool.hicache.acquired import Acquired, Namespace
+from kv_pool.hicache.movers import Mover, MoverName, create_mover
+from kv_pool.hicache.streams import Streams, create_streams
+from kv_pool.tables import IndexLike, IntArray, as_index_array
+
+if TYPE_CHECKING:
+    from kv_planner import PrefixIndex
+
+    from kv_pool.allocator import PageAllocator
+    from kv_pool.hicache._inflight import Load
+    from kv_pool.hicache.host_pool import HostPool, MirroredPool
+
+__all__ = ["HiCacheController", "WritePolicy"]
+
+_USES: dict[WritePolicy, int | None] = {"write_through": 1, "write_through_selective": 2, "write_back": None}
+
+
+class HiCacheController:
+    """A prefix cache over a device pool and the host pool that mirrors it.
+
+    Invariants, true before and after every call:
+
+    1. `available + evictable + protected + in_use == total` (see `accounting`);
+    2. a page is read or written by a copy only while it is locked or held;
+    3. a node counts as backed up only when its bytes are on the host;
+    4. a device page that was given back or evicted is poisoned before anybody gets it again.
+
+    Args:
+        pool: The device pool.
+        allocator: Its pages; shared with nobody else.
+        host: The host pool that mirrors `pool`.
+        index: Which tokens lie in which pages; empty, over as many pages as both pools have.
+        policy: When a page gets its host copy: when its first prompt has finished (`write_through`), its second
+            (`write_through_selective`), or when it has to leave the device (`write_back`).
+        mover: A mover for `host`, or the name of one; `None` is `"auto"`.
+        streams: Lanes for copies; `None` makes those of the pool's device.
+        poison: Whether freed device pages are overwritten, so that a stale read shows.
+
+    Raises:
+        HostPoolError: Pools, allocator and index do not belong together, or the policy does not exist.
+        UnsupportedMover: No mover serves the host's layout on the device.
+    """
+
+    def __init__(
+        self,
+        pool: MirroredPool,
+        allocator: PageAllocator,
+        host: HostPool,
+        index: PrefixIndex,
+        *,
+        policy: WritePolicy = "write_through",
+        mover: Mover | MoverName | None = None,
+        streams: Streams | None = None,
+        poison: bool = True,
+    ) -> None:
+        check_parts(pool, allocator, host, index, policy)
+        self._page_size = pool.page_size
+        self._index = index
+        self._host = host
+        self._policy: WritePolicy = policy
+        self._mover = create_mover(mover or "auto", host) if mover is None or isinstance(mover, str) else mover
+        self._streams = streams if streams is not None else create_streams(pool.device)
+        self._device = DevicePages(allocator, host, poison=poison)
+        self._copies = Copies(self._device, host, index, self._mover, self._streams)
+        self._device_page: dict[int, int] = {}
+        self._open: dict[int, Acquired] = {}
+        self._count = dict.fromkeys(CacheCounters.__dataclass_fields__, 0)
+
+    @property
+    def policy(self) -> WritePolicy:
+        """When pages get their host copy."""
+        return self._policy
+
+    @property
+    def mover(self) -> Mover:
+        """What moves the bytes."""
+        return self._mover
+
+    @property
+    def counters(self) -> CacheCounters:
+        """What the cache has done so far."""
+        counted = self._count | {"loaded_pages": self._copies.loaded, "backed_up_pages": self._copies.backed_up}
+        return CacheCounters(**counted)
+
+    def accounting(self) -> Accounting:
+        """Count who holds the device pages.
+
+        Raises:
+            IntegrityError: The numbers do not add up to the pool.
+        """
+        counts = self._index.counts().device
+        held = [acquired.pages[acquired._owned] for acquired in self._open.values()]
+        held += [load.device_pages for load in self._copies.loading()]
+        of_index = np.fromiter(self._device_page.values(), dtype=np.int64)
+        outside = np.setdiff1d(np.concatenate([np.zeros(0, np.int64), *held]), of_index)
+        return Accounting(
+            available=self._device.available,
+            evictable=counts.evictable,
+            protected=counts.protected,
+            in_use=outside.size,
+            total=self._device.total,
+        )
+
+    def acquire(self, tokens: IndexLike, namespace: Namespace = None) -> Acquired:
+        """Find the longest known prefix of a prompt and take pages for all of it.
+
+        The last token is never a hit, so at least one token is left to compute.
+
+        Args:
+            tokens: The prompt. Shape: [tokens]; any integer dtype; at least one.
+            namespace: Only what was finished under the same one is found.
+
+        Raises:
+            CacheError: No token.
+            OutOfPages: Not enough pages, even after everything unprotected was evicted. Nothing is held then.
+        """
+        prompt = as_index_array("tokens", tokens, CacheError).copy()
+        if not prompt.size:
+            raise CacheError(
+                "tokens",
+                given="none",
+                expected="at least one token",
+                consequence="there is nothing to compute",
+                remedy="do not acquire an empty prompt",
+            )
+        self._copies.poll()
+        found, lock = self._index.match_locked(prompt, namespace=namespace, max_tokens=prompt.size - 1)
+        device_hit = found.device_tokens // self._page_size
+        try:
+            fresh = self._take(-(-prompt.size // self._page_size) - device_hit)
+        except BaseException:
+            self._index.unlock(lock)
+            raise
+        hits = found.device_pages[:device_hit]
+        acquired = Acquired(
+            tokens=prompt,
+            namespace=namespace,
+            page_size=self._page_size,
+            nodes=found.nodes,
+            host_pages=found.host_pages,
+            device_hit=device_hit,
+            pages=np.concatenate([hits, fresh]),
+            lock=lock,
+            wait=self._wait_layer,
+            pending=[load for load in self._copies.loading() if np.isin(load.device_pages, hits).any()],
+        )
+        self._open[id(acquired)] = acquired
+        return acquired
+
+    def limit(self, acquired: Acquired, hit_tokens: int) -> None:
+        """Lower the hit before `load`, because another rank or stage has found less.
+
+        Pages of the device beyond the new hit are replaced by new ones: others may be reading them.
+
+        Args:
+            acquired: A handle that has not been loaded.
+            hit_tokens: A multiple of the page size, at most `acquired.hit_tokens`.
+
+        Raises:
+            CacheError: The handle is past that.
+            HitError: Not such a number.
+            OutOfPages: No page for a replacement. The handle is unchanged.
+        """
+        acquired._expect("limit", "acquired")
+        if hit_tokens % self._page_size or not 0 <= hit_tokens <= acquired.hit_tokens:
+            raise HitError(
+                "hit_tokens",
+                given=hit_tokens,
+                expected=f"a multiple of {self._page_size} in 0..{acquired.hit_tokens}",
+                consequence="tokens that were not found would not be computed",
+                remedy="pass the least hit over all ranks, each in whole pages",
+            )
+        hit = hit_tokens // self._page_size
+        given_up = acquired._device_hit - hit
+        if given_up > 0:
+            pages = acquired._pages.copy()
+            pages[hit : acquired._device_hit] = self._take(given_up)
+            acquired._pages = pages
+            acquired._owned[hit : acquired._device_hit] = True
+            acquired._device_hit = hit
+            left = pages[:hit]
+            acquired._pending = [load for load in acquired._pending if np.isin(load.device_pages, left).any()]
+        acquired._hit = hit
+
+    def extend(self, acquired: Acquired, count: int) -> None:
+        """Take further pages, for tokens that follow the prompt.
+
+        Raises:
+            CacheError: The handle has ended.
+            OutOfPages: Not enough pages. The handle is unchanged.
+        """
+        acquired._expect("extend", "acquired", "loaded")
+        acquired._pages = np.concatenate([acquired._pages, self._take(count)])
+        acquired._owned = np.concatenate([acquired._owned, np.ones(count, dtype=np.bool_)])
+
+    def load(self, acquired: Acquired) -> None:
+        """Start to bring the host's part of the hit back; does not wait (see `Acquired.wait_layer`).
+
+        Raises:
+            CacheError: The handle was loaded or has ended.
+            Exception: What the mover or device raised; then nothing counts as loaded, and the handle can be aborted.
+        """
+        acquired._expect("load", "acquired")
+        start, stop = acquired._device_hit, acquired._hit
+        if start < stop:
+            nodes, pages = acquired._nodes[start:stop], acquired._pages[start:stop].copy()
+            load = self._copies.start_load(acquired._host_pages[start:stop], pages, self._index.lock(nodes))
+            acquired._pending.append(load)
+            absent = np.array([node not in self._device_page for node in nodes.tolist()])
+            self._index.loaded(nodes[absent], pages[absent])
+            self._device_page.update(zip(nodes[absent].tolist(), pages[absent].tolist(), strict=True))
+            acquired._owned[start:stop][absent] = False
+        acquired.state = "loaded"
+
+    def finish(self, acquired: Acquired, tokens: IndexLike) -> None:
+        """Hand a request's whole pages to the index, free the rest, and start the backups that the policy asks for.
+
+        Args:
+            acquired: A handle whose pages hold K and V of all of `tokens` (or will, by work issued before this call).
+            tokens: The prompt, or its beginning, or the prompt and what followed it. Shape: [tokens].
+
+        Raises:
+            CacheError: Host pages were found and never loaded; the handle has ended; the tokens are not those of the
+                prompt, or need more pages than the handle has. Nothing is changed.
+            Exception: What a mover or device raised when the backup was started; the pages are in the index and the
+                handle has ended, without a host copy.
+        """
+        acquired._expect("finish", *(("loaded",) if acquired.host_hit_tokens else ("acquired", "loaded")))
+        done = as_index_array("tokens", tokens, CacheError)
+        common = min(done.size, acquired.tokens.size)
+        if not np.array_equal(done[:common], acquired.tokens[:common]) or done.size < acquired.hit_tokens:
+            raise self._bad_tokens(
+                f"{done.size} other tokens", "the prompt, a longer text that begins with it, or less"
+            )
+        whole = done.size // self._page_size
+        if -(-done.size // self._page_size) > acquired.pages.size:
+            raise self._bad_tokens(f"{done.size} tokens", f"at most {acquired.pages.size * self._page_size}")
+        pages, owned = acquired._pages, acquired._owned
+        inserted = self._index.insert(done[: whole * self._page_size], pages[:whole], namespace=acquired.namespace)
+        self._device_page.update(zip(inserted.nodes.tolist(), inserted.pages.tolist(), strict=True))
+        owned[inserted.taken] = False
+        self._end(acquired, "finished")
+        self._count["prompt_tokens"] += acquired.tokens.size
+        self._count["device_hit_tokens"] += acquired.device_hit_tokens
+        self._count["host_hit_tokens"] += acquired.host_hit_tokens
+        lock = self._index.lock(inserted.nodes)
+        self._index.unlock(acquired.lock)
+        try:
+            self._device.release(pages[owned])
+            least = _USES[self._policy]
+            if least is not None:
+                self._back_up(self._wanting(inserted.nodes, least))
+        finally:
+            self._index.unlock(lock)
+        self._copies.poll()
+
+    def abort(self, acquired: Acquired) -> None:
+        """Give a request's pages back; what it found stays in the index, a load under way is left to end.
+
+        Raises:
+            CacheError: The handle has ended.
+        """
+        acquired._expect("abort", "acquired", "loaded")
+        self._end(acquired, "aborted")
+        self._index.unlock(acquired.lock)
+        self._device.release(acquired._pages[acquired._owned])
+        self._copies.poll()
+
+    def poll(self) -> None:
+        """Acknowledge copies that have ended; never blocks. Raises what the device reports of them."""
+        self._copies.poll()
+
+    def drain(self) -> None:
+        """Wait until no copy is under way. Raises what the device reports."""
+        self._copies.drain()
+
+    def evict(self, pages: int) -> int:
+        """Let the least recently used pages leave the device until `pages` are free; returns how many left."""
+        before = self._count["evicted_device_pages"]
+        self._make_room(pages)
+        return self._count["evicted_device_pages"] - before
+
+    def _end(self, acquired: Acquired, state: Literal["finished", "aborted"]) -> None:
+        acquired.state = state
+        del self._open[id(acquired)]
+        self._count[state] += 1
+
+    def _wait_layer(self, load: Load, layer_id: int) -> None:
+        if layer_id not in load.layers:
+            raise UnknownLayer(
+                "layer_id",
+                given=layer_id,
+                expected=f"one of {list(self._copies.layers)}",
+                consequence="the wait would be for nothing",
+                remedy="pass the global layer id of a layer held here",
+            )
+        self._copies.wait_layer(load, layer_id)
+
+    def _take(self, count: int) -> IntArray:
+        self._make_room(count)
+        return self._device.alloc(count)
+
+    def _make_room(self, count: int) -> None:
+        """Evict until `count` pages are free, or nothing more can leave."""
+        if count <= self._device.available:
+            return
+        self._copies.poll()
+        if self._policy == "write_back":
+            left = self._evict(count - self._device.available, keep_unbacked=True)
+            if left.size:
+                self._back_up(left)
+                self._copies.drain()
+        self._evict(count - self._device.available)
+        if count > self._device.available and self._copies.pending:
+            self._copies.drain()
+            self._evict(count - self._device.available)
+
+    def _evict(self, count: int, *, keep_unbacked: bool = False) -> IntArray:
+        """Evict from the device; returns the nodes that need a host copy first."""
+        if count <= 0:
+            return np.zeros(0, dtype=np.int64)
+        gone = self._index.evict_device(count, keep_unbacked=keep_unbacked)
+        for node in (*gone.removed.tolist(), *gone.kept.tolist()):
+            del self._device_page[node]
+        self._device.release(gone.pages)
+        self._count["evicted_device_pages"] += gone.pages.size
+        return gone.needs_backup
+
+    def _wanting(self, nodes: IntArray, least: int) -> IntArray:
+        """Those of a prefix's nodes that have no host copy, are used often enough, and are not under way."""
+        under_way = self._copies.being_backed_up()
+        pending = self._index.pending_backup(len(self._device_page), min_uses=least, in_flight=under_way)
+        wanting: IntArray = nodes[np.isin(nodes, pending)]
+        return wanting
+
+    def _back_up(self, nodes: IntArray) -> None:
+        """Start the backup of as many nodes as the host has room for, from the first."""
+        if not nodes.size:
+            return
+        lock = self._index.lock(nodes)
+        room = self._host.allocator
+        try:
+            if len(nodes) > room.available:
+                gone = self._index.evict_host(len(nodes) - room.available).pages
+                room.release(gone)
+                self._count["evicted_host_pages"] += gone.size
+            count = min(len(nodes), room.available)
+            self._count["unbacked_pages"] += len(nodes) - count
+            host_pages = room.alloc(count)
+        except BaseException:
+            self._index.unlock(lock)
+            raise
+        if not count:
+            self._index.unlock(lock)
+            return
+        device_pages = np.array([self._device_page[node] for node in nodes[:count].tolist()], dtype=np.int64)
+        self._copies.start_backup(nodes[:count], device_pages, host_pages, lock)
+
+    def _bad_tokens(self, given: str, expected: str) -> CacheError:
+        return CacheError(
+            "tokens",
+            given=given,
+            expected=expected,
+            consequence="the pages would be found under a text that they do not hold",
+            remedy="pass the tokens whose K and V the pages hold",
+        )
