@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import platform
 import shutil
 from pathlib import Path
 
@@ -19,7 +20,11 @@ PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 PLANNER = Path("crates/kv-planner")
 PLANNER_SHELL = PLANNER / "python"
 PURE_PACKAGES = ("ascend-emulator", "kv-transfer", "kv-pool", "spec-kernels", "graph-runtime")
-PYTHON_SOURCES = ("noxfile.py", "packages", "examples", "tests", str(PLANNER_SHELL))
+PYTHON_SOURCES = ("noxfile.py", "packages", "examples", "tests", "tools", str(PLANNER_SHELL), str(PLANNER / "benches"))
+BENCHES = ("crates/*/benches", "packages/*/benches", "tools/benches")
+DIST = ROOT / "dist"
+# Property tests try the same examples in every run of `tests`; `soak` draws a seed and tries many more.
+SEED = "20"
 # With torch_npu installed, `import torch` loads it, which fails without Ascend libraries. Programs that want the
 # emulated device ask ascend_emulator for it, in their own process.
 ENVIRONMENT = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
@@ -73,10 +78,18 @@ def _install(session: nox.Session, *groups: str) -> None:
     _debian_library(session, "libibverbs.so.1", "libibverbs1")
 
 
+def _chosen(session: nox.Session) -> tuple[str, ...]:
+    """The packages named after `--`, or all of them."""
+    unknown = sorted(set(session.posargs) - {"kv-planner", *PURE_PACKAGES})
+    if unknown:
+        session.error(f"no such package: {', '.join(unknown)}; choose from kv-planner, {', '.join(PURE_PACKAGES)}")
+    return tuple(session.posargs) or ("kv-planner", *PURE_PACKAGES)
+
+
 def _pytest(session: nox.Session, *paths: str | Path) -> None:
     """Run pytest inside a network namespace that has loopback only (Mooncake listens on every interface)."""
     command = ["python", "-m", "kv_transfer.isolation", "--", "python", "-m", "pytest", "-q"]
-    session.run(*command, *map(str, paths), *session.posargs)
+    session.run(*command, f"--hypothesis-seed={SEED}", *map(str, paths), *session.posargs)
 
 
 def _mypy(session: nox.Session, folder: Path) -> None:
@@ -90,6 +103,7 @@ def tests(session: nox.Session) -> None:
     """All tests: the Rust core, every package on the CPU, and on the emulated NPU, and the end-to-end tests."""
     _install(session, "demo", "test")
     session.env["OMP_NUM_THREADS"] = "1"  # the tests start several processes; threads spinning at barriers slow all
+    session.env["PROPTEST_RNG_SEED"] = SEED
     session.run("cargo", "test", "--quiet", "--manifest-path", str(PLANNER / "Cargo.toml"), external=True)
     packages = [ROOT / "packages" / name / "tests" for name in PURE_PACKAGES if name != "ascend-emulator"]
     npu = [folder / "npu" for folder in packages if (folder / "npu").is_dir()]
@@ -103,6 +117,7 @@ def demo(session: nox.Session) -> None:
     """Serve SmolLM2 with two prefill stages and a decode process on the emulated NPU, and check every token."""
     _install(session, "demo")
     session.env["PYTHONPATH"] = str(ROOT / "examples")
+    session.env["DISAGGREGATED_SERVING_PARENT"] = str(os.getpid())  # the demo ends when this process does
     session.run(
         "python", "-m", "kv_transfer.isolation", "--", "python", "-m", "disaggregated_serving", *session.posargs
     )
@@ -125,6 +140,8 @@ def types(session: nox.Session) -> None:
     for name in PURE_PACKAGES:
         _mypy(session, Path("packages") / name)
     session.run("mypy", "noxfile.py", "examples/disaggregated_serving", "tests")
+    benches = [str(path) for path in sorted(ROOT.glob("*/*/benches/*.py"))]  # those in tools/ are found there
+    session.run("mypy", "tools", *benches, env={"MYPYPATH": "tools:examples"})
     session.run("python", "-m", "mypy.stubtest", "kv_planner")
 
 
@@ -139,12 +156,78 @@ def rust(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Wheels and source distributions of all packages, under dist/."""
-    shutil.rmtree(ROOT / "dist", ignore_errors=True)
-    for folder in (PLANNER_SHELL, *(Path("packages") / name for name in PURE_PACKAGES)):
-        session.run("uv", "build", "--quiet", "--out-dir", "dist", str(folder), external=True)
-    for path in sorted((ROOT / "dist").glob("*.*")):
-        session.log(path.name)
+    """Wheels and sdists of all packages under dist/, checked; the planner's for x86_64 and aarch64 (manylinux).
+
+    `-- --require-all` makes it a failure when a wheel cannot be built on this machine.
+    """
+    session.install(*_group("release"))
+    shutil.rmtree(DIST, ignore_errors=True)
+    toolchains = ROOT / ".nox/debian-rust"
+    extra = [word for word in session.posargs if word == "--require-all"]
+    session.run("python", "tools/planner_wheels.py", "--out", str(DIST), "--toolchains", str(toolchains), *extra)
+    for name in PURE_PACKAGES:
+        session.run("uv", "build", "--quiet", "--out-dir", str(DIST), f"packages/{name}")
+    (DIST / ".gitignore").unlink(missing_ok=True)
+    files = sorted(str(path) for path in DIST.iterdir())
+    session.run("twine", "check", "--strict", *files)
+    for name in PURE_PACKAGES:
+        stem = name.replace("-", "_")
+        if not list(DIST.glob(f"{stem}-*-py3-none-any.whl")) or not list(DIST.glob(f"{stem}-*.tar.gz")):
+            session.error(f"dist/ has no py3-none-any wheel, or no sdist, of {name}")
+    for file in sorted(DIST.glob("kv_planner-*.whl")):
+        session.run("auditwheel", "show", str(file))
+        if "-cp310-abi3-manylinux" not in file.name:
+            session.error(f"{file.name} is not an abi3 wheel with a manylinux tag")
+
+
+@nox.session(requires=["build"])
+def wheel(session: nox.Session) -> None:
+    """Every wheel alone in an empty environment: imported with -I, then a fake engine that uses only this package.
+
+    `-- kv-pool` chooses. torch is held to the release of the development environment, which uv has in its cache.
+    """
+    session.install("uv")
+    constraints = Path(session.create_tmp()) / "constraints.txt"
+    planner = next(DIST.glob(f"kv_planner-*_{platform.machine()}.whl"))
+    torch = [line for line in _group("runtime") if line.startswith("torch==")]
+    constraints.write_text("\n".join([f"kv-planner @ {planner.as_uri()}", *torch]) + "\n")
+    for name in _chosen(session):
+        stem, home = name.replace("-", "_"), ROOT / f".nox/wheel-{name}"
+        session.log(f"{name}: an empty environment with its declared dependencies only")
+        session.run(
+            "uv", "venv", "--quiet", "--clear", "--python", f"{session.virtualenv.location}/bin/python", str(home)
+        )
+        python = str(home / "bin/python")
+        file = planner if name == "kv-planner" else next(DIST.glob(f"{stem}-*.whl"))
+        install = ["uv", "pip", "install", "--quiet", "--python", python, "--constraint", str(constraints)]
+        session.run(*install, "--reinstall-package", "kv-planner", str(file))
+        session.run("uv", "pip", "check", "--quiet", "--python", python)
+        with session.chdir(session.create_tmp()):  # no sources within reach
+            isolated = [python, "-I", "-W", "error"]
+            session.run(*isolated, "-c", f"import {stem} as p; print(p.__file__)", external=True)
+            session.run(*isolated, str(ROOT / f"tools/wheel_examples/{stem}.py"), external=True)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure (`-- planner`, `-- demo`) beside references in the same run; bench-results/, a table, 1 on a miss."""
+    known = {path.stem: path for folder in BENCHES for path in sorted(ROOT.glob(f"{folder}/*.py"))}
+    chosen = [known[name] for name in session.posargs if name in known]
+    if not chosen or len(chosen) != len(session.posargs):
+        session.error(f"name the benches to run: {', '.join(sorted(known))}")
+    _install(session, "demo")
+    session.env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tools"), str(ROOT / "examples")])
+    session.env["OMP_NUM_THREADS"] = "1"  # the demo's processes share the cores; so does its reference
+    for path in chosen:
+        session.run("python", str(path))
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """The long proofs of one package (`-- kv-planner`) with their full counts; the log goes to docs/evidence/."""
+    _install(session, "demo", "test")
+    session.env["OMP_NUM_THREADS"] = "1"
+    session.run("python", "tools/soak.py", *session.posargs)
 
 
 @nox.session
@@ -153,11 +236,7 @@ def local(session: nox.Session) -> None:
     _install(session, "demo", "test", "types", "lint")
     session.run("ruff", "format", *PYTHON_SOURCES)
     session.run("ruff", "check", "--fix", *PYTHON_SOURCES)
-    chosen = [name for name in session.posargs if name in (*PURE_PACKAGES, "kv-planner")]
-    unknown = sorted(set(session.posargs) - set(chosen))
-    if unknown:
-        session.error(f"no such package: {', '.join(unknown)}; choose from kv-planner, {', '.join(PURE_PACKAGES)}")
-    for name in chosen or ("kv-planner", *PURE_PACKAGES):
+    for name in _chosen(session):
         folder = PLANNER_SHELL if name == "kv-planner" else Path("packages") / name
         if name != "kv-planner":
             _mypy(session, folder)

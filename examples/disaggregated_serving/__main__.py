@@ -1,7 +1,6 @@
-"""The demo: `python -m disaggregated_serving`.
+"""`python -m disaggregated_serving`: ties this process to the one that started it, then runs `demo.py`.
 
-Serves SmolLM2 with two prefill stages and one decode process, checks every token, prints tables, writes a report and a
-timeline.
+Nothing slow is imported before the tie is made, so that no kill can leave a process behind.
 """
 
 from __future__ import annotations
@@ -9,169 +8,31 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
-from pathlib import Path
-from typing import Annotated
 
-import torch
-import typer
-from kv_transfer.isolation import current_isolation
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-from .config import Mode, ServeConfig, Span
-from .front import Served, ServeResult, Serving
-from .launcher import WorkerFailed, Workers
 from .lifeline import die_with
-from .prompts import SHORT, first_round, later_rounds
-from .reference import Verdict, judge
-from .report import Judgement, Round, as_json, show, write_json
-from .timeline import draw
-from .tokenizer import ChatTokenizer
-from .weights import load_smollm2, open_gguf
 
-COLUMNS = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+PARENT = "DISAGGREGATED_SERVING_PARENT"
+"""Environment variable: process id of the starter, where it is not certain to be alive when this line is reached."""
 
 
 def _stop(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-class _Run:
-    """The rounds of one demo, with their progress bars."""
-
-    def __init__(self, console: Console, serving: Serving, tokenizer: ChatTokenizer) -> None:
-        self.console, self.serving, self.tokenizer = console, serving, tokenizer
-        self.rounds: list[Round] = []
-        self.borders: list[tuple[str, float]] = []
-
-    def round(
-        self,
-        name: str,
-        prompts: list[str],
-        new_tokens: int,
-        *,
-        mode: Mode | None = None,
-        use_cache: bool = True,
-        compared: bool = False,
-    ) -> ServeResult:
-        """Serve one round and keep it."""
-        ids = [self.tokenizer.chat(prompt) for prompt in prompts]
-        mode = mode or Mode(drafts=self.serving.config.drafts)
-        self.borders.append((name, time.monotonic()))
-        with Progress(*COLUMNS, console=self.console) as progress:
-            prefill = progress.add_task(f"{name}: prompt tokens", total=sum(map(len, ids)))
-            decode = progress.add_task(f"{name}: new tokens", total=len(ids) * new_tokens)
-            seen: dict[int, Served] = {}
-
-            def on_progress(served: Served) -> None:
-                seen[served.room] = served
-                progress.update(prefill, completed=sum(item.computed + item.hit for item in seen.values()))
-                progress.update(decode, completed=sum(len(item.output) for item in seen.values()))
-
-            result = self.serving.serve(
-                ids, new_tokens=new_tokens, mode=mode, use_cache=use_cache, on_progress=on_progress
-            )
-        self.rounds.append(Round(name, mode, result, compared))
-        return result
-
-    @property
-    def spans(self) -> list[Span]:
-        """What all lanes did."""
-        return [span for item in self.rounds for span in item.result.spans]
-
-
-def _serve_all(run: _Run, new_tokens: int, quick: bool) -> None:
-    drafts = run.serving.config.drafts
-    if quick:
-        run.round("first", [*SHORT, first_round()[-1]], new_tokens)
-        run.round("again, cached", [later_rounds()[1][-1]], new_tokens)
-        return
-    run.round("first", first_round(), new_tokens)
-    uncached, cached = later_rounds()
-    run.round("again, uncached", uncached, new_tokens, use_cache=False)
-    run.round("again, cached", cached, new_tokens)
-    for mode in (
-        Mode(drafts=drafts),
-        Mode(drafts=0),
-        Mode(drafts=drafts, graphs=False),
-        Mode(drafts=0, graphs=False),
-        Mode(drafts=drafts, length_rule="dflash"),
-    ):
-        rule = f", {mode.length_rule} rule" if mode.length_rule != "eagle" else ""
-        name = f"{mode.drafts} drafts, {'graph' if mode.graphs else 'eager'}{rule}"
-        run.round(name, list(SHORT), min(new_tokens, 32), mode=mode, compared=True)
-
-
-def _check(console: Console, rounds: list[Round], margin: float) -> Judgement:
-    judgement = Judgement()
-    known: dict[tuple[tuple[int, ...], tuple[int, ...]], Verdict] = {}
-    weights = load_smollm2()
-    with Progress(*COLUMNS, console=console) as progress:
-        task = progress.add_task("check: requests", total=sum(len(item.result.requests) for item in rounds))
-        for item in rounds:
-            for served in item.result.requests:
-                key = (served.prompt, tuple(served.output))
-                if key not in known:
-                    known[key] = judge(weights, served.prompt, served.output, kv_dtype=torch.float16, margin=margin)
-                judgement.verdicts[item.name, served.room] = known[key]
-                progress.advance(task)
-    return judgement
-
-
-def run(
-    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for every request.")] = 40,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and tokens: under a minute.")] = False,
-    check: Annotated[bool, typer.Option(help="Compare every token with a plain forward on the CPU.")] = True,
-    margin: Annotated[float, typer.Option(help="Logits by which a token may miss the best and still count.")] = 0.05,
-    text: Annotated[bool, typer.Option(help="Print the answers.")] = True,
-    report: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("demo-report.json"),
-    timeline: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("demo-timeline.png"),
-) -> None:
-    """Serve a 135M-parameter model the disaggregated way on an emulated Ascend NPU, and check every token."""
-    console = Console()
-    if not console.is_terminal:  # a log file: the tables must not be cut
-        console = Console(width=120)
+def main() -> int:
+    """Run the demo; an interrupt at any moment ends everything with one line."""
     signal.signal(signal.SIGTERM, _stop)
-    die_with(os.getppid(), signal.SIGTERM)  # when nox or the shell that started it is killed
-    began = time.monotonic()
-    console.print(f"network: {current_isolation()}")
-    tokenizer = ChatTokenizer(open_gguf())
-    config = ServeConfig(new_tokens=new_tokens)
-
-    def on_start(workers: Workers) -> None:
-        console.print("processes: " + ", ".join(f"{role} {pid}" for role, pid in workers.processes.items()))
-
+    signal.signal(signal.SIGINT, _stop)
+    die_with(int(os.environ.get(PARENT, os.getppid())), signal.SIGTERM)
     try:
-        serving = Serving(config, on_start=on_start, on_stage=lambda stage: console.print(f"{stage} …"))
-        with serving:
-            rounds = _Run(console, serving, tokenizer)
-            _serve_all(rounds, min(new_tokens, 16) if quick else new_tokens, quick)
-            serving.close()
-    except (WorkerFailed, TimeoutError) as error:
-        console.print("[red]stopped:[/red]", end=" ")
-        console.print(str(error), markup=False, highlight=False)
-        console.print("all other processes were ended")
-        raise typer.Exit(1) from None
+        from .demo import app
+
+        app()
     except KeyboardInterrupt:
-        console.print("interrupted: all processes were ended")
-        raise typer.Exit(130) from None
-    judgement = _check(console, rounds.rounds, margin) if check else None
-    figures = as_json(config, rounds.rounds, judgement)
-    if text:
-        for served in rounds.rounds[0].result.requests:
-            console.print(f"[bold]{served.room}[/bold]", end=" ")
-            console.print(repr(tokenizer.decode(served.output)), markup=False, highlight=False)
-    show(console, figures)
-    write_json(report, figures)
-    draw(timeline, rounds.spans, rounds.borders)
-    console.print(f"written         {report}, {timeline} ({time.monotonic() - began:.0f} s in all)")
-    if not figures["ok"]:
-        for (name, room), verdict in judgement.verdicts.items() if judgement else ():
-            for position, token, best, gap in verdict.wrong:
-                console.print(f"{name}, {room}, token {position}: emitted {token}, best {best}, {gap:.3f} logits apart")
-        raise typer.Exit(1)
+        print("interrupted: all processes were ended", file=sys.stderr)
+        return 130
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(typer.run(run))
+    sys.exit(main())

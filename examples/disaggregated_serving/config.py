@@ -181,10 +181,11 @@ class Counters(_Data):
 
 
 class Failed(_Data):
-    """Worker to front: it cannot go on."""
+    """Worker to front: it cannot go on; `peer_lost` when the reason lies with a peer."""
 
     kind: Literal["failed"] = "failed"
     message: str
+    peer_lost: bool = False
 
 
 ToWorker = Annotated[Connect | Request | Mode | Tally | Shutdown, Field(discriminator="kind")]
@@ -192,4 +193,6 @@ ToFront = Annotated[
     Ready | Connected | Prefilled | Emitted | Arrived | Span | Counters | Failed, Field(discriminator="kind")
 ]
 TO_WORKER: TypeAdapter[Connect | Request | Mode | Tally | Shutdown] = TypeAdapter(ToWorker)
-TO_FRONT: TypeAdapter[Ready | Connected | Prefilled | Emitted | Arrived | Span | Counters | Failed] = TypeAdapter(ToFront)
+TO_FRONT: TypeAdapter[Ready | Connected | Prefilled | Emitted | Arrived | Span | Counters | Failed] = TypeAdapter(
+    ToFront
+)

@@ -111,10 +111,10 @@ class Decoder:
                 continue
             del self.arriving[room]
             first = next(item["first_token"] for item in result.metadata.values() if "first_token" in item)
+            assert isinstance(first, int), first
             link.send(Arrived(room=room, nbytes=result.nbytes, blocks=result.blocks, pages=result.pages))
-            self._emit(link, entry, int(first))
+            self._emit(link, entry, first)
             self.waiting.append(entry)
-        self._retire()
         while self.waiting and len(self.running) < max(self.config.buckets):
             self.running.append(self.waiting.popleft())
         self._retire()

@@ -183,7 +183,7 @@ class Serving:
                 spans.append(message)
                 continue
             served = requests[message.room]
-            if isinstance(message, Prefilled):
+            if isinstance(message, Prefilled):  # may come after the room's last token
                 served.computed += message.computed
                 served.hit += message.hit
             elif isinstance(message, Arrived):
@@ -191,8 +191,8 @@ class Serving:
             elif isinstance(message, Emitted):
                 served.output.append(message.token)
                 served.clocks.append(message.clock)
-                if len(served.output) == wanted:
-                    left.discard(served.room)
+            if len(served.output) == wanted and served.computed + served.hit == len(served.prompt):
+                left.discard(served.room)
             on_progress(served)
             ended = time.monotonic()
         self.workers.send("decode", Tally())
@@ -202,14 +202,26 @@ class Serving:
                 return ServeResult(list(requests.values()), message, self.device, ended - began, spans)
             if isinstance(message, Span):
                 spans.append(message)
-            elif isinstance(message, Prefilled):  # stage 1 may report after the last token was emitted
-                requests[message.room].computed += message.computed
-                on_progress(requests[message.room])
 
     def close(self) -> None:
         """Ask the workers to leave, and see that they do."""
         self.workers.shutdown()
         self.workers.close()
+
+
+def largest_output(config: ServeConfig, prompts: Sequence[Sequence[int]]) -> int:
+    """The most new tokens for every one of `prompts` that the decode pool holds at once; 0 when not even one fits."""
+    pages = config.decode_pool // config.page_size
+
+    def fits(count: int) -> bool:
+        lengths = [len(prompt) + count + config.drafts for prompt in prompts]
+        return sum(-(-length // config.page_size) for length in lengths) <= pages
+
+    low, high = 0, config.decode_pool
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
 
 
 def serve(

@@ -1,7 +1,8 @@
 """Starts the worker processes, talks to them, and sees that none outlives the front.
 
-Workers die with the front (Linux's parent-death signal), and the front stops all of them when one ends unasked. It does
-not know what the workers compute.
+Workers die with the front (Linux's parent-death signal), and the front stops all of them when one ends unasked: it then
+listens a little longer, because the worker that notices a loss first is seldom the one that caused it. It does not know
+what the workers compute.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import zmq
 
@@ -27,12 +27,34 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 
-class WorkerFailed(RuntimeError):
-    """A worker ended or reported an error; the message says which, how, and what it printed last."""
+LISTEN_AFTER_FAILURE = 4.0  # seconds
 
-    def __init__(self, role: str, reason: str, tail: str) -> None:
-        self.role, self.reason, self.tail = role, reason, tail
-        super().__init__(f"{role} {reason}" + (f"\nlast output of {role}:\n{tail}" if tail else ""))
+
+@dataclass(frozen=True)
+class Cause:
+    """Why one worker is out.
+
+    Attributes:
+        role: which.
+        reason: how it ended, or what it reported.
+        rank: 0 killed or ended by itself, 1 an error of its own, 2 the loss of a peer.
+    """
+
+    role: str
+    reason: str
+    rank: int
+
+
+class WorkerFailed(RuntimeError):
+    """Workers ended or reported errors; the message begins with the cause, then says what followed from it."""
+
+    def __init__(self, causes: list[Cause], tail: str) -> None:
+        self.causes = sorted(causes, key=lambda cause: cause.rank)
+        first, *others = self.causes
+        lines = [f"{first.role} {first.reason}", *(f"then {cause.role} {cause.reason}" for cause in others)]
+        if tail and first.rank:
+            lines += [f"last output of {first.role}:", tail]
+        super().__init__("\n".join(lines))
 
 
 @dataclass
@@ -40,7 +62,7 @@ class _Worker:
     role: Role
     process: subprocess.Popen[bytes]
     socket: zmq.Socket[bytes]
-    log: Path
+    log: BinaryIO  # a file without a name: nothing remains of it, however the front ends
 
 
 class Workers:
@@ -48,7 +70,6 @@ class Workers:
 
     def __init__(self, config: ServeConfig) -> None:
         """Start one process a role."""
-        self._folder = tempfile.TemporaryDirectory(prefix="disaggregated-serving-")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._workers: dict[Role, _Worker] = {}
         try:
@@ -68,15 +89,14 @@ class Workers:
         socket = self._context.socket(zmq.PAIR)
         socket.setsockopt(zmq.LINGER, 0)
         port = socket.bind_to_random_port("tcp://127.0.0.1")
-        log = Path(self._folder.name) / f"{role}.log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [
-                    sys.executable, "-m", "disaggregated_serving.worker",
-                    role, f"tcp://127.0.0.1:{port}", str(os.getpid()), config.model_dump_json(),
-                ],
-                stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-            )  # fmt: skip
+        log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
+        process = subprocess.Popen(
+            [
+                sys.executable, "-m", "disaggregated_serving.worker",
+                role, f"tcp://127.0.0.1:{port}", str(os.getpid()), config.model_dump_json(),
+            ],
+            stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
         return _Worker(role, process, socket, log)
 
     @property
@@ -108,7 +128,7 @@ class Workers:
                 worker = roles[socket]
                 message = TO_FRONT.validate_json(socket.recv())
                 if isinstance(message, Failed):
-                    raise WorkerFailed(worker.role, f"failed: {message.message}", self._tail(worker))
+                    raise self._explain({worker.role: self._reported(worker, message)})
                 yield worker.role, message
             self._check_alive()
             if time.monotonic() - heard > timeout:
@@ -116,14 +136,42 @@ class Workers:
 
     def _check_alive(self) -> None:
         for worker in self._workers.values():
-            code = worker.process.poll()
-            if code is not None and not worker.socket.poll(0):  # what it said before it ended is read first
-                how = f"was killed by signal {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-                raise WorkerFailed(worker.role, how, self._tail(worker))
+            ended = self._ended(worker)
+            if ended is not None and not worker.socket.poll(0):  # what it said before it ended is read first
+                raise self._explain({worker.role: ended})
+
+    @staticmethod
+    def _ended(worker: _Worker) -> Cause | None:
+        code = worker.process.poll()
+        if code is None:
+            return None
+        how = f"was killed by signal {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        return Cause(worker.role, how, 0)
+
+    @staticmethod
+    def _reported(worker: _Worker, message: Failed) -> Cause:
+        return Cause(worker.role, f"failed: {message.message}", 2 if message.peer_lost else 1)
+
+    def _explain(self, causes: dict[str, Cause]) -> WorkerFailed:
+        """Listen a little longer, so that the cause is named before what followed from it."""
+        deadline = time.monotonic() + LISTEN_AFTER_FAILURE
+        while time.monotonic() < deadline and len(causes) < len(self._workers):
+            for worker in self._workers.values():
+                while worker.role not in causes and worker.socket.poll(0):
+                    message = TO_FRONT.validate_json(worker.socket.recv())
+                    if isinstance(message, Failed):
+                        causes[worker.role] = self._reported(worker, message)
+                ended = self._ended(worker)
+                if ended is not None and worker.role not in causes:
+                    causes[worker.role] = ended
+            time.sleep(0.05)
+        first = min(causes.values(), key=lambda cause: cause.rank)
+        return WorkerFailed(list(causes.values()), self._tail(self._workers[cast("Role", first.role)]))
 
     @staticmethod
     def _tail(worker: _Worker, lines: int = 12) -> str:
-        return "\n".join(worker.log.read_text(errors="replace").splitlines()[-lines:])
+        worker.log.seek(0)
+        return "\n".join(worker.log.read().decode(errors="replace").splitlines()[-lines:])
 
     def shutdown(self, *, timeout: float = 10.0) -> None:
         """Ask all workers to leave and wait for them."""
@@ -143,6 +191,6 @@ class Workers:
         for worker in self._workers.values():
             worker.process.wait()
             worker.socket.close()
+            worker.log.close()
         self._workers.clear()
         self._context.term()
-        self._folder.cleanup()

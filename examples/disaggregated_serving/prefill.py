@@ -65,9 +65,7 @@ class PrefillStage:
             self.pool,
             PageAllocator(self.pool.num_pages, config.page_size),
             host,
-            kv_planner.PrefixIndex(
-                config.page_size, device_pages=self.pool.num_pages, host_pages=host.num_pages
-            ),
+            kv_planner.PrefixIndex(config.page_size, device_pages=self.pool.num_pages, host_pages=host.num_pages),
         )
         self.model = Stage(setup.weights(layer_ids), self.pool, device=setup.device, kv_dtype=KV_DTYPE)
         self.rooms: dict[int, _Room] = {}

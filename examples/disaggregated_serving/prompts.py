@@ -6,6 +6,7 @@ Long texts stand before their question, so that later questions share a long pre
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 LICENSE = Path(__file__).resolve().parents[2] / "LICENSE"
@@ -22,7 +23,7 @@ def long_texts() -> tuple[str, str]:
     """The two halves of the licence."""
     text = LICENSE.read_text()
     borders = [text.index(mark) for mark in ("1. Definitions.", "4. Redistribution.", "END OF TERMS AND CONDITIONS")]
-    first, second = (" ".join(text[begin:end].split()) for begin, end in zip(borders, borders[1:], strict=False))
+    first, second = (" ".join(text[begin:end].split()) for begin, end in pairwise(borders))
     return first, second
 
 

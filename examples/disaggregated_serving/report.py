@@ -122,6 +122,8 @@ def as_json(config: ServeConfig, rounds: list[Round], judgement: Judgement | Non
         "ok": whole and same and (judgement is None or judgement.ok),
         "engine": config.engine,
         "device": rounds[0].result.device,
+        "checked": judgement is not None,
+        "new_tokens": config.new_tokens,
         "model": "SmolLM2-135M-Instruct" if config.model is None else f"random-{config.model.seed}",
         "tokens_emitted": sum(len(request.output) for item in rounds for request in item.result.requests),
         "tokens_checked": 0 if judgement is None else judgement.checked,
@@ -152,39 +154,49 @@ def write_json(path: Path, figures: dict[str, Any]) -> None:
 def _table(title: str, columns: list[str]) -> Table:
     table = Table(title=title, title_justify="left", padding=(0, 0, 0, 1))
     for column in columns:
-        table.add_column(column, justify="right", overflow="fold")
+        table.add_column(column, justify="right", no_wrap=True)
     return table
+
+
+def _or_dash(value: float, form: str) -> str:
+    return format(value, form) if value else "–"
+
+
+def _show_requests(console: Console, figures: dict[str, Any]) -> None:
+    columns = ["#", "prompt", "hit", "new", "first\ntoken s", "tokens\n/s", "median\nms", "max\nms", "KV\nMB"]
+    for name in dict.fromkeys(row["round"] for row in figures["requests"]):
+        table = _table(f"Requests: {name}", [*columns, "blocks", "pages"])
+        for row in figures["requests"]:
+            if row["round"] == name:
+                table.add_row(
+                    str(row["room"]),
+                    str(row["prompt_tokens"]),
+                    str(row["hit_tokens"]),
+                    str(row["new_tokens"]),
+                    f"{row['time_to_first_token_s']:.2f}",
+                    _or_dash(row["tokens_per_second"], ".1f"),
+                    _or_dash(row["median_inter_token_s"] * 1e3, ".0f"),
+                    _or_dash(row["max_inter_token_s"] * 1e3, ".0f"),
+                    f"{row['kv_bytes'] / 1e6:.1f}",
+                    str(row["kv_blocks"]),
+                    str(row["kv_pages"]),
+                )
+        console.print(table)
+    console.print(
+        "hit: prompt tokens found in the prefill cache. median, max: time between two\n"
+        "tokens of a request; tokens of one step come together, and a request waits\n"
+        "while all rows of the largest bucket are taken. blocks: copies of the engine.\n",
+        highlight=False,
+    )
 
 
 def show(console: Console, figures: dict[str, Any]) -> None:
     """Print the tables and the summary under them."""
-    columns = ["request", "prompt", "cache hit", "new", "first token", "tokens/s", "gap median", "gap max", "KV MB"]
-    table = _table("Requests", [*columns, "blocks", "pages"])
-    name = None
-    for row in figures["requests"]:
-        if row["round"] != name:
-            name = row["round"]
-            table.add_section()
-            console_row = [f"[bold]{name}[/bold]"]
-            table.add_row(*console_row)
-        table.add_row(
-            str(row["room"]),
-            str(row["prompt_tokens"]),
-            str(row["hit_tokens"]),
-            str(row["new_tokens"]),
-            f"{row['time_to_first_token_s']:.2f} s",
-            f"{row['tokens_per_second']:.1f}",
-            f"{row['median_inter_token_s'] * 1e3:.0f} ms",
-            f"{row['max_inter_token_s'] * 1e3:.0f} ms",
-            f"{row['kv_bytes'] / 1e6:.1f}",
-            str(row["kv_blocks"]),
-            str(row["kv_pages"]),
-        )
-    console.print(table)
+    _show_requests(console, figures)
     if figures["modes"]:
         table = _table(
             "Ways to decode (the same four prompts)",
-            ["drafts", "length rule", "steps", "tokens/s", "tokens/step", "gap median", "gap max"],
+            ["drafts", "length\nrule", "steps", "tokens\n/s", "tokens\n/step", "median\nms", "max\nms"],
         )
         for row in figures["modes"]:
             table.add_row(
@@ -193,8 +205,8 @@ def show(console: Console, figures: dict[str, Any]) -> None:
                 "graph" if row["graphs"] else "eager",
                 f"{row['tokens_per_second']:.1f}",
                 f"{row['tokens_per_step']:.2f}",
-                f"{row['median_inter_token_s'] * 1e3:.0f} ms",
-                f"{row['max_inter_token_s'] * 1e3:.0f} ms",
+                _or_dash(row["median_inter_token_s"] * 1e3, ".0f"),
+                _or_dash(row["max_inter_token_s"] * 1e3, ".0f"),
             )
         console.print(table)
     buckets = ", ".join(f"{count} at bucket {bucket}" for bucket, count in figures["steps_by_bucket"].items())
@@ -207,7 +219,9 @@ def show(console: Console, figures: dict[str, Any]) -> None:
     console.print(f"cache           {figures['hicache_hit_tokens']} prompt tokens found instead of computed")
     console.print(f"speculation     {figures['tokens_per_step']} tokens a step and request")
     if figures["modes"]:
-        console.print(f"ways to decode  {'all gave the same tokens' if figures['modes_agree'] else 'GAVE OTHER TOKENS'}")
+        console.print(
+            f"ways to decode  {'all gave the same tokens' if figures['modes_agree'] else 'GAVE OTHER TOKENS'}"
+        )
     if figures["tokens_checked"]:
         console.print(
             f"check           {figures['tokens_checked']} tokens against a plain forward: "

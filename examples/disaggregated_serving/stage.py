@@ -113,7 +113,7 @@ class Stage:
     ) -> torch.Tensor:
         rows, shape = hidden.shape[0], self.shape
         mixed = functional.linear(self._norm(hidden, layer.attention_norm), layer.query_key_value)
-        q, k, v = mixed.split(self.widths, -1)
+        q, k, v = torch.split(mixed, self.widths, -1)
         query = _rotate(q.reshape(rows, shape.query_heads, -1), cos, sin).to(self.kv_dtype)
         key = _rotate(k.reshape(rows, shape.kv_heads, -1), cos, sin).to(self.kv_dtype)
         self.pool.write(number, slots, key, v.reshape(rows, shape.kv_heads, -1).to(self.kv_dtype))

@@ -1,7 +1,7 @@
 """One window width of the decode process: static buffers, captured graphs, and the step that they run.
 
-A step verifies a window for every row: one committed token, then guesses. It chooses nothing about requests; `decode.py`
-does.
+A step verifies a window for every row: one committed token, then guesses. It chooses nothing about requests;
+`decode.py` does.
 """
 
 from __future__ import annotations

@@ -36,10 +36,10 @@ class ChatTokenizer:
             raise KeyError("the GGUF file lacks token types or the end token")
         vocabulary = {token: number for number, token in enumerate(tokens)}
         tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))  # type: ignore[arg-type]
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
-        tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+        tokenizer.decoder = decoders.ByteLevel()
         control = [token for token, kind in zip(tokens, types.contents(), strict=True) if kind == CONTROL_TOKEN]
         tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
         self._tokenizer = tokenizer

@@ -163,7 +163,7 @@ def random_weights(shape: ModelShape, *, seed: int, layer_ids: Sequence[int] | N
 
     def draw(key: int, rows: int, columns: int, gain: float) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + key)
-        return torch.randn(rows, columns, generator=generator) * (gain / columns**0.5)
+        return torch.randn(rows, columns, generator=generator).mul_(gain / columns**0.5)
 
     def layer(number: int) -> LayerWeights:
         base = 100 + 10 * number

@@ -37,7 +37,8 @@ def main(role: Role, address: str, config_text: str) -> int:
         return 0
     except BaseException as error:
         traceback.print_exc()
-        link.send(Failed(message=f"{type(error).__name__}: {error}"))
+        lost = type(error).__name__ in {"PeerLost", "TransferAborted"}
+        link.send(Failed(message=f"{type(error).__name__}: {error}", peer_lost=lost))
         return 1
     finally:
         link.close()
