@@ -96,6 +96,13 @@ class Mode(_Data):
     graphs: bool = True
 
 
+class Abort(_Data):
+    """Front to decode: give a request up, wherever it is."""
+
+    kind: Literal["abort"] = "abort"
+    room: int
+
+
 class Tally(_Data):
     """Front to decode: send the counters of the round, and start them anew."""
 
@@ -129,6 +136,14 @@ class Prefilled(_Data):
     room: int
     computed: int
     hit: int
+
+
+class Ended(_Data):
+    """Decode to front: a request ended without all its tokens, and why."""
+
+    kind: Literal["ended"] = "ended"
+    room: int
+    reason: str
 
 
 class Span(_Data):
@@ -188,11 +203,11 @@ class Failed(_Data):
     peer_lost: bool = False
 
 
-ToWorker = Annotated[Connect | Request | Mode | Tally | Shutdown, Field(discriminator="kind")]
+ToWorker = Annotated[Connect | Request | Mode | Abort | Tally | Shutdown, Field(discriminator="kind")]
 ToFront = Annotated[
-    Ready | Connected | Prefilled | Emitted | Arrived | Span | Counters | Failed, Field(discriminator="kind")
+    Ready | Connected | Prefilled | Emitted | Arrived | Ended | Span | Counters | Failed, Field(discriminator="kind")
 ]
-TO_WORKER: TypeAdapter[Connect | Request | Mode | Tally | Shutdown] = TypeAdapter(ToWorker)
-TO_FRONT: TypeAdapter[Ready | Connected | Prefilled | Emitted | Arrived | Span | Counters | Failed] = TypeAdapter(
-    ToFront
+TO_WORKER: TypeAdapter[Connect | Request | Mode | Abort | Tally | Shutdown] = TypeAdapter(ToWorker)
+TO_FRONT: TypeAdapter[Ready | Connected | Prefilled | Emitted | Arrived | Ended | Span | Counters | Failed] = (
+    TypeAdapter(ToFront)
 )

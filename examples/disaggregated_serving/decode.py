@@ -17,7 +17,21 @@ import kv_transfer
 import numpy as np
 from kv_pool import MhaPool, PageAllocator
 
-from .config import Arrived, Connect, Connected, Counters, Emitted, Mode, Ready, Request, Shutdown, Span, Tally
+from .config import (
+    Abort,
+    Arrived,
+    Connect,
+    Connected,
+    Counters,
+    Emitted,
+    Ended,
+    Mode,
+    Ready,
+    Request,
+    Shutdown,
+    Span,
+    Tally,
+)
 from .drafter import propose
 from .prefill import STAGES
 from .setup import KV_DTYPE
@@ -35,7 +49,6 @@ class _Running:
     request: Request
     pages: np.ndarray[tuple[int], np.dtype[np.int64]]
     session: kv_transfer.ReceiverSession
-    offered: float
     tokens: list[int] = field(default_factory=list)
 
     @property
@@ -73,6 +86,8 @@ class Decoder:
             timeouts=kv_transfer.Timeouts(peer_lost_after=config.peer_lost_after),
         )
         self.arriving: dict[int, _Running] = {}
+        self.queued: deque[Request] = deque()
+        self.leaving: list[_Running] = []
         self.waiting: deque[_Running] = deque()
         self.running: list[_Running] = []
         self._reset_counts()
@@ -94,19 +109,41 @@ class Decoder:
         for stepper in self.steppers.values():
             stepper.runner.capture(progress=False)
 
-    def offer(self, request: Request) -> None:
-        """Reserve pages for the whole request and tell the prefill stages where its prompt goes."""
+    def take(self, request: Request) -> None:
+        """Put a request at the end of the line for pages."""
+        self.queued.append(request)
+
+    def offer(self, link: Link) -> None:
+        """Reserve pages for whole requests, in turn, and tell the prefill stages where their prompts go."""
         page_size = self.config.page_size
-        most = len(request.prompt) + request.new_tokens + self.config.drafts  # a last window may reach past the end
-        pages = self.pages.alloc(kv_planner.page_count(most, page_size))
-        prompt_pages = pages[: kv_planner.page_count(len(request.prompt), page_size)]
-        session = self.receiver.open(request.room, prompt_pages, tokens=len(request.prompt))
-        self.arriving[request.room] = _Running(request, pages, session, time.monotonic())
+        while self.queued:
+            request = self.queued[0]
+            most = len(request.prompt) + request.new_tokens + self.config.drafts  # a last window may reach past the end
+            wanted = kv_planner.page_count(most, page_size)
+            if wanted > self.pages.total:
+                self.queued.popleft()
+                link.send(Ended(room=request.room, reason=f"{wanted} pages wanted, the pool has {self.pages.total}"))
+                continue
+            if wanted > self.pages.available:
+                return
+            self.queued.popleft()
+            pages = self.pages.alloc(wanted)
+            prompt_pages = pages[: kv_planner.page_count(len(request.prompt), page_size)]
+            session = self.receiver.open(request.room, prompt_pages, tokens=len(request.prompt))
+            self.arriving[request.room] = _Running(request, pages, session)
 
     def collect(self, link: Link) -> None:
         """Move requests whose KV has arrived to the waiting line, and fill the batch from there."""
+        for entry in [entry for entry in self.leaving if entry.session.pages_released]:
+            self.leaving.remove(entry)
+            self.pages.release(entry.pages)
+        self.offer(link)
         for room, entry in list(self.arriving.items()):
-            result = entry.session.poll()
+            try:
+                result = entry.session.poll()
+            except kv_transfer.TransferAborted as error:
+                self._give_up(link, entry, str(error))
+                continue
             if result is None:
                 continue
             del self.arriving[room]
@@ -119,6 +156,27 @@ class Decoder:
             self.running.append(self.waiting.popleft())
         self._retire()
         self.most_in_flight = max(self.most_in_flight, len(self.running))
+
+    def _give_up(self, link: Link, entry: _Running, reason: str) -> None:
+        """End a request; its pages are free when no prefill stage can write to them any more."""
+        self.arriving.pop(entry.request.room, None)
+        for line in (self.waiting, self.running):
+            if entry in line:
+                line.remove(entry)
+        self.leaving.append(entry)
+        link.send(Ended(room=entry.request.room, reason=reason))
+
+    def abort(self, link: Link, room: int) -> None:
+        """What the front asked for; nothing happens when the request has ended already."""
+        reason = "the front gave the request up"
+        for request in [request for request in self.queued if request.room == room]:
+            self.queued.remove(request)
+            link.send(Ended(room=room, reason=reason))
+        if room in self.arriving:
+            self.arriving[room].session.abort(reason)
+        for entry in [*self.arriving.values(), *self.waiting, *self.running]:
+            if entry.request.room == room:
+                self._give_up(link, entry, reason)
 
     def _retire(self) -> None:
         for entry in [entry for entry in self.running if len(entry.tokens) >= entry.request.new_tokens]:
@@ -190,10 +248,12 @@ def run_decode(link: Link, setup: Setup) -> None:
                 return
             if isinstance(message, Mode):
                 decoder.mode = message
+            elif isinstance(message, Abort):
+                decoder.abort(link, message.room)
             elif isinstance(message, Tally):
                 link.send(decoder.tally())
             elif isinstance(message, Request):
-                decoder.offer(message)
+                decoder.take(message)
             else:
                 decoder.collect(link)
                 if decoder.running:

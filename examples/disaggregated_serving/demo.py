@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .config import Mode, ServeConfig, Span
 from .front import Served, ServeResult, Serving, largest_output
 from .launcher import WorkerFailed, Workers
-from .prompts import SHORT, first_round, later_rounds
+from .prompts import SHORT, ask, first_round, later_rounds, long_texts
 from .reference import Verdict, judge
 from .report import Judgement, Round, as_json, show, write_json
 from .timeline import draw
@@ -52,6 +52,7 @@ class _Run:
         mode: Mode | None = None,
         use_cache: bool = True,
         compared: bool = False,
+        also: Callable[[Served], None] = lambda served: None,
     ) -> ServeResult:
         """Serve one round and keep it."""
         ids = [self.tokenizer.chat(prompt) for prompt in prompts]
@@ -66,12 +67,18 @@ class _Run:
                 seen[served.room] = served
                 progress.update(prefill, completed=sum(item.computed + item.hit for item in seen.values()))
                 progress.update(decode, completed=sum(len(item.output) for item in seen.values()))
+                also(served)
 
             result = self.serving.serve(
                 ids, new_tokens=new_tokens, mode=mode, use_cache=use_cache, on_progress=on_progress
             )
         self.rounds.append(Round(name, mode, result, compared))
         return result
+
+    @property
+    def rooms(self) -> int:
+        """Rooms of all rounds before the one that runs."""
+        return sum(len(item.result.requests) for item in self.rounds)
 
     @property
     def spans(self) -> list[Span]:
@@ -101,6 +108,29 @@ def _serve_all(run: _Run, new_tokens: int, quick: bool) -> None:
         run.round(name, list(SHORT), min(new_tokens, 32), mode=mode, compared=True)
 
 
+def _serve_faults(run: _Run, new_tokens: int) -> None:
+    """Requests that end early, among others that must not notice.
+
+    The first is given up while it decodes, the second is refused because no prefill pool holds it, the fourth is given
+    up in the middle of its prefill.
+    """
+    first, second = long_texts()
+    prompts = [SHORT[0], ask(f"{first} {second}", "What is this?"), SHORT[1], ask(first, "Who wrote this?"), SHORT[2]]
+    given_up: set[int] = set()
+
+    def on_progress(served: Served) -> None:
+        place = served.room - run.rooms
+        enough = (place == 0 and len(served.output) >= 3) or (place == 3 and served.computed > 0)
+        if enough and place not in given_up:
+            given_up.add(place)
+            run.serving.abort(served.room)
+
+    run.round("faults", prompts, new_tokens, use_cache=False, also=on_progress)
+    ended = [request.ended is not None for request in run.rounds[-1].result.requests]
+    if ended != [True, True, False, True, False]:
+        raise RuntimeError(f"requests ended early: {ended}; expected the first, second and fourth to")
+
+
 def _check(console: Console, rounds: list[Round], margin: float) -> Judgement:
     """Judge every request; an output that begins one which stands in every token stands, too."""
     judgement = Judgement()
@@ -113,6 +143,8 @@ def _check(console: Console, rounds: list[Round], margin: float) -> Judgement:
         task = progress.add_task("check: requests", total=len(work))
         for name, served in work:
             output = served.output
+            if not output:
+                continue
             if sound.get(served.prompt, [])[: len(output)] == output:
                 verdict = Verdict(len(output), 0, ())
             else:
@@ -144,6 +176,7 @@ def _say_stage(console: Console) -> Callable[[str], None]:
 def run(
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for every request.")] = 40,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and tokens: under a minute.")] = False,
+    faults: Annotated[bool, typer.Option("--faults", help="Also give up and refuse requests among others.")] = False,
     check: Annotated[bool, typer.Option(help="Compare every token with a plain forward on the CPU.")] = True,
     margin: Annotated[float, typer.Option(help="Logits by which a token may miss the best and still count.")] = 0.05,
     text: Annotated[bool, typer.Option(help="Print the answers.")] = True,
@@ -172,6 +205,8 @@ def run(
         with serving:
             rounds = _Run(console, serving, tokenizer)
             _serve_all(rounds, min(new_tokens, 16) if quick else new_tokens, quick)
+            if faults:
+                _serve_faults(rounds, min(new_tokens, 16))
             serving.close()
     except (WorkerFailed, TimeoutError) as error:
         console.print("[red]stopped:[/red]", end=" ")

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from .config import (
     ROLES,
+    Abort,
     Arrived,
     Connect,
     Connected,
     Counters,
     Emitted,
+    Ended,
     Mode,
     Prefilled,
     Ready,
@@ -39,6 +41,7 @@ class Served:
         submitted: monotonic clock in seconds when the front sent it.
         clocks: monotonic clock of every emitted token.
         computed / hit: prompt tokens that prefill has computed, and found in its cache; together the prompt.
+        ended: why it ended without all its tokens, if it did.
         nbytes / blocks / pages: KV moved for it, summed over the prefill stages.
     """
 
@@ -49,6 +52,7 @@ class Served:
     clocks: list[float] = field(default_factory=list)
     computed: int = 0
     hit: int = 0
+    ended: str | None = None
     nbytes: int = 0
     blocks: int = 0
     pages: int = 0
@@ -183,6 +187,8 @@ class Serving:
                 spans.append(message)
                 continue
             served = requests[message.room]
+            if served.ended is not None:
+                continue  # what was on its way when the request ended
             if isinstance(message, Prefilled):  # may come after the room's last token
                 served.computed += message.computed
                 served.hit += message.hit
@@ -191,6 +197,9 @@ class Serving:
             elif isinstance(message, Emitted):
                 served.output.append(message.token)
                 served.clocks.append(message.clock)
+            elif isinstance(message, Ended):
+                served.ended = message.reason
+                left.discard(served.room)
             if len(served.output) == wanted and served.computed + served.hit == len(served.prompt):
                 left.discard(served.room)
             on_progress(served)
@@ -202,6 +211,10 @@ class Serving:
                 return ServeResult(list(requests.values()), message, self.device, ended - began, spans)
             if isinstance(message, Span):
                 spans.append(message)
+
+    def abort(self, room: int) -> None:
+        """Give a request of the running round up; it ends with a reason, or has ended already."""
+        self.workers.send("decode", Abort(room=room))
 
     def close(self) -> None:
         """Ask the workers to leave, and see that they do."""

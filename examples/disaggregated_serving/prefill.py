@@ -18,7 +18,7 @@ import numpy as np
 import spec_kernels
 import torch
 import zmq
-from kv_pool import MhaPool, PageAllocator, slots_for
+from kv_pool import MhaPool, OutOfPages, PageAllocator, slots_for
 from kv_pool.hicache import Acquired, HiCacheController, HostPool
 
 from .config import Connect, Connected, Prefilled, Ready, Request, Shutdown, Span
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .setup import Link, Setup
 
 STAGES = 2
+REFUSED = -1  # in place of a hit: this stage cannot take the prompt
 
 
 @dataclass
@@ -82,10 +83,25 @@ class PrefillStage:
         self.sender.close()
 
     def begin(self, room: int, prompt: Sequence[int], *, use_cache: bool) -> int:
-        """Take pages for a prompt; the tokens that this stage need not compute."""
-        acquired = self.cache.acquire(np.asarray(prompt, np.int64))
-        self.rooms[room] = _Room(prompt, acquired, self.sender.open(room))
+        """Take pages for a prompt; the tokens that this stage need not compute, or `REFUSED`."""
+        try:
+            acquired = self.cache.acquire(np.asarray(prompt, np.int64))
+        except OutOfPages as error:
+            self.sender.reject(room, f"{self.name}: {error}")
+            return REFUSED
+        try:
+            self.rooms[room] = _Room(prompt, acquired, self.sender.open(room))
+        except (kv_transfer.TransferAborted, kv_transfer.TransferTimeout):  # decode never offers pages for it
+            self.cache.abort(acquired)
+            return REFUSED
         return acquired.hit_tokens if use_cache else 0
+
+    def drop(self, room: int) -> None:
+        """Forget a request that has ended elsewhere."""
+        state = self.rooms.pop(room, None)
+        if state is not None:
+            state.session.abort("the request has ended")
+            self.cache.abort(state.acquired)
 
     def start(self, link: Link, room: int, hit: int) -> None:
         """Settle on the hit that both stages have, and start to load what of it is on the host."""
@@ -124,10 +140,15 @@ class PrefillStage:
         computed = time.monotonic()
         link.send(Span(lane=self.name, name=f"room {room}", begin=began, end=computed))
         last_page = kv_planner.page_count(stop, page_size)
-        state.session.send(pages[state.sent_pages : last_page], start=state.sent_pages)
+        try:
+            state.session.send(pages[state.sent_pages : last_page], start=state.sent_pages)
+            if finished:
+                state.session.finish({} if first_token is None else {"first_token": first_token})
+        except kv_transfer.TransferAborted:
+            self.drop(room)
+            return result
         state.done, state.sent_pages = stop, last_page
         if finished:
-            state.session.finish({} if first_token is None else {"first_token": first_token})
             self.cache.finish(state.acquired, np.asarray(state.prompt, np.int64))
             del self.rooms[room]
         link.send(Span(lane=f"transfer {self.name}", name=f"room {room}", begin=computed, end=time.monotonic()))
@@ -179,9 +200,15 @@ def _lead(link: Link, worker: PrefillStage, line: zmq.Socket[bytes]) -> None:
         _tell(line, {"do": "begin", "room": room, "prompt": list(prompt), "use_cache": request.use_cache})
         own = worker.begin(room, prompt, use_cache=request.use_cache)
         hit = min(own, int(json.loads(line.recv_multipart()[0])["hit"]))
+        if hit == REFUSED:
+            _tell(line, {"do": "drop", "room": room})
+            worker.drop(room)
+            continue
         _tell(line, {"do": "start", "room": room, "hit": hit})
         worker.start(link, room, hit)
         for start in range(hit, len(prompt), worker.config.chunk):
+            if room not in worker.rooms:  # aborted while the last chunk was sent
+                break
             hidden = worker.chunk(link, room, torch.tensor(prompt[start : start + worker.config.chunk]))
             _tell(line, {"do": "chunk", "room": room, "shape": list(hidden.shape)}, hidden.numpy().tobytes())
 
@@ -202,6 +229,10 @@ def _follow(link: Link, worker: PrefillStage, line: zmq.Socket[bytes]) -> None:
         room = header["room"]
         if header["do"] == "begin":
             _tell(line, {"hit": worker.begin(room, header["prompt"], use_cache=header["use_cache"])})
+        elif header["do"] == "drop":
+            worker.drop(room)
+        elif room not in worker.rooms:
+            continue  # aborted while stage 0 was computing
         elif header["do"] == "start":
             worker.start(link, room, header["hit"])
             link.send(Prefilled(room=room, computed=0, hit=header["hit"]))

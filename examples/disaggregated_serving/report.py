@@ -73,13 +73,14 @@ def _request_row(name: str, served: Served) -> dict[str, Any]:
         "computed_tokens": served.computed,
         "hit_tokens": served.hit,
         "new_tokens": len(served.output),
-        "time_to_first_token_s": round(served.first_token_seconds, 4),
+        "time_to_first_token_s": round(served.first_token_seconds, 4) if served.clocks else None,
         "tokens_per_second": round(served.tokens_per_second, 3),
         "median_inter_token_s": round(served.median_gap, 4),
         "max_inter_token_s": round(max(served.gaps, default=0.0), 4),
         "kv_bytes": served.nbytes,
         "kv_blocks": served.blocks,
         "kv_pages": served.pages,
+        "ended": served.ended,
     }
 
 
@@ -117,7 +118,7 @@ def as_json(config: ServeConfig, rounds: list[Round], judgement: Judgement | Non
         if item.graph_replays:
             for bucket, count in item.steps_by_bucket.items():
                 buckets[bucket] = buckets.get(bucket, 0) + count
-    whole = all(request.computed + request.hit == len(request.prompt) for _, request in served)
+    whole = all(request.computed + request.hit == len(request.prompt) for _, request in served if not request.ended)
     return {
         "ok": whole and same and (judgement is None or judgement.ok),
         "engine": config.engine,
@@ -173,7 +174,7 @@ def _show_requests(console: Console, figures: dict[str, Any]) -> None:
                     str(row["prompt_tokens"]),
                     str(row["hit_tokens"]),
                     str(row["new_tokens"]),
-                    f"{row['time_to_first_token_s']:.2f}",
+                    _or_dash(row["time_to_first_token_s"] or 0, ".2f"),
                     _or_dash(row["tokens_per_second"], ".1f"),
                     _or_dash(row["median_inter_token_s"] * 1e3, ".0f"),
                     _or_dash(row["max_inter_token_s"] * 1e3, ".0f"),
@@ -182,6 +183,9 @@ def _show_requests(console: Console, figures: dict[str, Any]) -> None:
                     str(row["kv_pages"]),
                 )
         console.print(table)
+        for row in figures["requests"]:
+            if row["round"] == name and row["ended"]:
+                console.print(f"request {row['room']} ended early: {row['ended']}", highlight=False)
     console.print(
         "hit: prompt tokens found in the prefill cache. median, max: time between two\n"
         "tokens of a request; tokens of one step come together, and a request waits\n"

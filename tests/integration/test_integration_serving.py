@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from disaggregated_serving.config import Mode, RandomModel, ServeConfig
-from disaggregated_serving.front import ServeResult, Serving
+from disaggregated_serving.front import Served, ServeResult, Serving
 from disaggregated_serving.reference import hidden_states, judge
 from disaggregated_serving.setup import model_shape
 from disaggregated_serving.weights import Weights, random_weights
@@ -120,3 +120,32 @@ def test_every_served_token_is_the_one_of_a_plain_forward(
             assert set(counters.steps_by_bucket) <= {1, 2, 4}
     assert results["cold"].counters.row_steps <= results["no drafts"].counters.row_steps == 6 * (NEW_TOKENS - 1)
     assert max(result.counters.most_in_flight for result in results.values()) == 4
+
+
+def test_requests_that_end_early_leave_the_others_alone(weights: Weights) -> None:
+    """One given up while it decodes, one no prefill pool holds, one given up in its prefill; several times over."""
+    generator = torch.Generator().manual_seed(11)
+    lengths = (300, 900, 128, 400, 129)
+    prompts = [torch.randint(0, MODEL.vocabulary, (n,), generator=generator).tolist() for n in lengths]
+    with Serving(config("cpu")) as serving:
+        for turn in range(3):
+            first, given_up = turn * len(prompts), set[int]()
+
+            def on_progress(served: Served, first: int = first, given_up: set[int] = given_up) -> None:
+                place = served.room - first
+                enough = (place == 0 and len(served.output) >= 3) or (place == 3 and served.computed > 0)
+                if enough and place not in given_up:
+                    given_up.add(place)
+                    serving.abort(served.room)
+
+            result = serving.serve(prompts, new_tokens=40, use_cache=False, on_progress=on_progress)
+            reasons = [served.ended for served in result.requests]
+            assert reasons[2] is None and reasons[4] is None
+            assert "gave" in str(reasons[0])
+            assert "free pages" in str(reasons[1]) and "prefill" in str(reasons[1])
+            assert "gave" in str(reasons[3])
+            for served in result.requests:
+                assert len(served.output) == 40 or served.ended is not None
+                if served.output:
+                    assert not judge(weights, served.prompt, served.output, kv_dtype=torch.float16).wrong
+        serving.close()
