@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use crate::complete::{End, lacks};
 use crate::deployment::Deployment;
 use crate::error::{Difference, ErrorKind, PlanError, Result, Value};
 use crate::heads::{HeadRange, Owners, customary_owners, sends};
@@ -143,7 +144,8 @@ pub fn agree(local: Side, remote: Side) -> Result<Agreement> {
 }
 
 /// Compares two sides over some parts; only those are routed afterwards. Leaving
-/// the draft out is how a side without a draft model serves one that has it.
+/// the draft out is how a side without a draft model serves one that has it. A side
+/// that is one rank must also hold what its placement says, as a deployment does.
 pub fn agree_on(local: Side, remote: Side, parts: &[Part]) -> Result<Agreement> {
     if parts.is_empty() {
         return Err(PlanError::new(
@@ -228,6 +230,11 @@ fn differences(local: &Side, remote: &Side, parts: &[Part]) -> Vec<Difference> {
     for other in theirs.components.iter().filter(wanted) {
         if ours.find(other.component, other.part).is_none() {
             differ(&mut found, other.name(), "absent", "present", MISSING, ADD_IT);
+        }
+    }
+    for (side, end) in [(local, End::Local), (remote, End::Remote)] {
+        if let Side::Rank(rank) = side {
+            found.extend(lacks(rank, end, parts));
         }
     }
     found

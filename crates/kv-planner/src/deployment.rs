@@ -9,11 +9,13 @@ use crate::error::{ErrorKind, PlanError, Result, Value};
 use crate::layout::{ComponentSpec, ModelLayout};
 use crate::manifest::{EntryName, Placement, RankManifest};
 
-/// All ranks of one side: complete and disjoint.
+/// The ranks of one side, in whole data-parallel groups: complete and disjoint.
 ///
-/// Invariants: 1. one layout and one set of sizes; 2. every place taken once;
-/// 3. in each data-parallel group every layer of every component is held by one
-/// stage; 4. its ranks hold every head, and hold none twice unless there are more
+/// A data-parallel group is a whole copy, so one of several can be a side.
+///
+/// Invariants: 1. one layout and one set of sizes; 2. every place of the groups that
+/// are given taken once; 3. in each group every layer of every component is held by
+/// one stage; 4. its ranks hold every head, and hold none twice unless there are more
 /// tensor-parallel ranks than heads.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Deployment {
@@ -68,17 +70,23 @@ impl Deployment {
                 ));
             }
         }
-        let expected = address::product(&first.placement.sizes())?;
-        if manifests.len() as u64 != expected {
-            return Err(incomplete(
-                "manifests".into(),
-                manifests.len(),
-                expected,
-                "ranks are missing",
-                "wait until every rank has published its manifest",
-            ));
+        let [pp_size, tp_size, dcp_size, dp_size] = first.placement.sizes();
+        let expected = address::product(&[pp_size, tp_size, dcp_size])?;
+        let mut groups: BTreeMap<u64, u64> = BTreeMap::new();
+        for manifest in &manifests {
+            *groups.entry(manifest.placement.dp_rank).or_insert(0) += 1;
         }
-        for dp_rank in 0..first.placement.dp_size {
+        for (dp_rank, ranks) in groups {
+            if ranks != expected {
+                let group = if dp_size > 1 { format!(" of dp_rank {dp_rank}") } else { String::new() };
+                return Err(incomplete(
+                    format!("manifests{group}"),
+                    ranks,
+                    expected,
+                    "ranks are missing",
+                    "wait until every rank has published its manifest, or leave out the group as a whole",
+                ));
+            }
             check_group(&manifests, dp_rank)?;
         }
         Ok(Deployment { manifests })

@@ -141,6 +141,8 @@ error_kinds! {
     LockError,
     /// Counts of a tier do not add up.
     AccountingError,
+    /// The crate itself failed; no argument is to blame.
+    InternalError,
 }
 
 /// What a broken rule says; see [`PlanError`].

@@ -45,11 +45,6 @@ impl ComponentSpec {
         format!("{}/{}", self.component, self.part)
     }
 
-    /// How many buffers of this component the layer `layer_id` has.
-    pub fn occurrences(&self, layer_id: u64) -> u64 {
-        self.layer_ids.iter().filter(|id| **id == layer_id).count() as u64
-    }
-
     /// Layer ids with the number of times each stands, sorted by id.
     pub fn counted_ids(&self) -> BTreeMap<u64, u64> {
         let mut counts = BTreeMap::new();
@@ -185,14 +180,17 @@ impl ModelLayout {
         };
         let (target, draft) = (ids(Part::Target), ids(Part::Draft));
         if let Some(shared) = target.intersection(&draft).next() {
-            let first_free = target.last().copied().unwrap_or(0) + 1;
+            let first_free = target.last().and_then(|last| last.checked_add(1));
             return Err(PlanError::new(
                 ErrorKind::LayoutError,
                 "draft layer_ids",
                 *shared,
-                first_free,
+                first_free.map_or_else(|| "no id after the target's last".into(), crate::Value::from),
                 format!("layer id {shared} would name a target and a draft layer, and ids are global over the model"),
-                format!("number draft layers after the target's, from {first_free}"),
+                first_free.map_or_else(
+                    || "number the target's layers from 0, and draft layers after them".to_owned(),
+                    |first| format!("number draft layers after the target's, from {first}"),
+                ),
             ));
         }
         Ok(self)

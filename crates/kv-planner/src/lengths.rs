@@ -1,7 +1,7 @@
 //! Owns page counts and KV lengths by speculative kind, as pure functions. It does
 //! not own any array of the caller: inputs are never changed.
 
-use crate::error::{ErrorKind, PlanError, Result};
+use crate::error::{ErrorKind, PlanError, Result, Value};
 
 /// Who has counted the window of a verify step into the prefix lengths already.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -56,21 +56,36 @@ impl SpeculativeKind {
     fn adds_window(self) -> bool {
         matches!(self, SpeculativeKind::Eagle | SpeculativeKind::Mtp)
     }
+
+    fn includes_window(self) -> bool {
+        matches!(self, SpeculativeKind::DFlash | SpeculativeKind::DSpark)
+    }
 }
 
-/// KV lengths that attention reads in a verify step of `window` tokens.
+/// KV lengths that attention reads in a verify step of `window` tokens. A live row
+/// has at least one committed token, so 0 is a padded row and stays 0.
 pub fn kv_lengths(kind: SpeculativeKind, prefix_lens: &[i64], window: u64) -> Result<Vec<i64>> {
     let added = i64::try_from(if kind.adds_window() { window } else { 0 }).unwrap_or(i64::MAX);
-    let sum = |(row, length): (usize, &i64)| match length.checked_add(added) {
-        Some(sum) if *length >= 0 => Ok(sum),
-        _ => Err(PlanError::new(
-            ErrorKind::LengthError,
-            format!("prefix_lens[{row}]"),
-            *length,
-            added,
-            "a length is negative or leaves int64",
-            "give token counts of the prefixes, 0 for padded rows",
-        )),
+    let least = if kind.includes_window() { window } else { 0 };
+    let sum = |(row, length): (usize, &i64)| {
+        let fail = |against: Value, consequence: &str, remedy: &str| {
+            let subject = format!("prefix_lens[{row}]");
+            Err(PlanError::new(ErrorKind::LengthError, subject, *length, against, consequence, remedy))
+        };
+        match (length.checked_add(added), u64::try_from(*length)) {
+            (Some(_), Ok(0)) => Ok(0),
+            (Some(_), Ok(own)) if own < least => fail(
+                least.into(),
+                "lengths of this kind include the block, and this one is shorter than the block alone",
+                "give the published lengths, 0 for padded rows",
+            ),
+            (Some(sum), Ok(_)) => Ok(sum),
+            _ => fail(
+                added.into(),
+                "a length is negative or leaves int64",
+                "give token counts of the prefixes, 0 for padded rows",
+            ),
+        }
     };
     prefix_lens.iter().enumerate().map(sum).collect()
 }
@@ -110,6 +125,25 @@ mod tests {
         }
         assert_eq!(kv_lengths(SpeculativeKind::Mtp, &[i64::MAX], 1).unwrap_err().kind, ErrorKind::LengthError);
         assert_eq!(kv_lengths(SpeculativeKind::None, &[-1], 1).unwrap_err().kind, ErrorKind::LengthError);
+    }
+
+    #[test]
+    fn a_padded_row_stays_empty() {
+        for kind in SpeculativeKind::ALL {
+            assert_eq!(kv_lengths(*kind, &[100, 0], 4).unwrap()[1], 0);
+            assert_eq!(kv_lengths(*kind, &[0], u64::MAX).unwrap(), [0]);
+        }
+    }
+
+    #[test]
+    fn a_length_that_includes_the_block_is_not_below_it() {
+        for kind in [SpeculativeKind::DFlash, SpeculativeKind::DSpark] {
+            assert_eq!(kv_lengths(kind, &[16], 16).unwrap(), [16]);
+            let error = kv_lengths(kind, &[16, 15], 16).unwrap_err();
+            assert_eq!((error.kind, error.detail.subject.as_str()), (ErrorKind::LengthError, "prefix_lens[1]"));
+            assert_eq!((error.detail.local, error.detail.remote), (15u64.into(), 16u64.into()));
+        }
+        assert_eq!(kv_lengths(SpeculativeKind::None, &[7], 16).unwrap(), [7]);
     }
 
     #[test]

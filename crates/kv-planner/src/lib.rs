@@ -8,8 +8,10 @@
 
 mod address;
 pub mod agree;
+mod complete;
 pub mod deployment;
 pub mod error;
+pub mod guard;
 pub mod heads;
 pub mod layout;
 pub mod lengths;
@@ -27,6 +29,7 @@ pub mod words;
 pub use agree::{Agreement, Side, agree, agree_on};
 pub use deployment::Deployment;
 pub use error::{Difference, ErrorKind, PlanError, Result, Value};
+pub use guard::guarded;
 pub use heads::split_heads;
 pub use layout::{ComponentSpec, ModelLayout};
 pub use lengths::{SpeculativeKind, first_draft_id, kv_lengths, page_count};

@@ -10,7 +10,7 @@ use crate::address;
 use crate::error::{ErrorKind, PlanError, Result, Value};
 use crate::heads::HeadRange;
 use crate::layout::{ModelLayout, bad_json};
-use crate::overlap::{Strided, share_bytes};
+use crate::overlap::{Strided, first_shared};
 use crate::words::{Component, Part};
 
 /// Where a rank stands. Every rank is below its size.
@@ -216,8 +216,9 @@ impl RankManifest {
     pub fn new(layout: Arc<ModelLayout>, placement: Placement, entries: Vec<BufferEntry>) -> Result<Self> {
         let placement = placement.validated()?;
         let mut names = HashMap::with_capacity(entries.len());
+        let counts = counted(&layout);
         for (index, entry) in entries.iter().enumerate() {
-            check_entry(&layout, index, entry)?;
+            check_entry(&layout, &counts, index, entry)?;
             if let Some(first) = names.insert(entry.name(), index) {
                 return Err(broken(
                     index,
@@ -264,7 +265,20 @@ fn broken(
     PlanError::new(ErrorKind::ManifestError, subject, local, remote, consequence, remedy)
 }
 
-fn check_entry(layout: &ModelLayout, index: usize, entry: &BufferEntry) -> Result<()> {
+/// How many buffers each layer of each component has.
+type Counts = HashMap<(Component, Part, u64), u64>;
+
+fn counted(layout: &ModelLayout) -> Counts {
+    let mut counts = Counts::new();
+    for spec in &layout.components {
+        for layer_id in &spec.layer_ids {
+            *counts.entry((spec.component, spec.part, *layer_id)).or_insert(0) += 1;
+        }
+    }
+    counts
+}
+
+fn check_entry(layout: &ModelLayout, counts: &Counts, index: usize, entry: &BufferEntry) -> Result<()> {
     let fail = |field, local: Value, remote: Value, consequence, remedy| {
         Err(broken(index, entry, field, local, remote, consequence, remedy))
     };
@@ -278,7 +292,7 @@ fn check_entry(layout: &ModelLayout, index: usize, entry: &BufferEntry) -> Resul
             "declare the component in the layout",
         );
     };
-    let occurrences = spec.occurrences(entry.layer_id);
+    let occurrences = counts.get(&(entry.component, entry.part, entry.layer_id)).copied().unwrap_or(0);
     if occurrences == 0 {
         return fail(
             "layer_id",
@@ -359,26 +373,21 @@ fn check_entry(layout: &ModelLayout, index: usize, entry: &BufferEntry) -> Resul
 
 fn check_disjoint(entries: &[BufferEntry]) -> Result<()> {
     let mut order: Vec<usize> = (0..entries.len()).filter(|index| entries[*index].nbytes > 0).collect();
-    order.sort_by(|a, b| (&entries[*a].device, entries[*a].address).cmp(&(&entries[*b].device, entries[*b].address)));
-    for (position, first) in order.iter().enumerate() {
-        let low = &entries[*first];
-        let end = address::at(low.address, 1, low.nbytes, 0)?;
-        for second in &order[position + 1..] {
-            let high = &entries[*second];
-            if high.device != low.device || high.address >= end {
-                break;
-            }
-            if share_bytes(&low.strided(), &high.strided()) {
-                return Err(broken(
-                    *second,
-                    high,
-                    "address",
-                    format!("{:#x}", high.address),
-                    format!("{:#x} of entry {first} ({})", low.address, low.name()),
-                    "two entries share bytes, so one copy would overwrite the other",
-                    "publish each buffer once, with its own address and stride",
-                ));
-            }
+    order.sort_by_key(|index| (entries[*index].device.as_str(), entries[*index].address));
+    for device in order.chunk_by(|a, b| entries[*a].device == entries[*b].device) {
+        let buffers: Vec<Strided> = device.iter().map(|index| entries[*index].strided()).collect();
+        if let Some((low, high)) = first_shared(&buffers) {
+            let (first, second) = (device[low], device[high]);
+            let (low, high) = (&entries[first], &entries[second]);
+            return Err(broken(
+                second,
+                high,
+                "address",
+                format!("{:#x}", high.address),
+                format!("{:#x} of entry {first} ({})", low.address, low.name()),
+                "two entries share bytes, so one copy would overwrite the other",
+                "publish each buffer once, with its own address and stride",
+            ));
         }
     }
     Ok(())

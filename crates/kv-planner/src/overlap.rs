@@ -1,5 +1,8 @@
-//! Owns the test whether two strided buffers share a byte. It does not own what
-//! to do about it: the manifest refuses.
+//! Owns the test whether two strided buffers, or any two of many, share a byte. It
+//! does not own what to do about it: the manifest refuses.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap};
 
 /// Items of a buffer as arithmetic: `count` items of `bytes`, `stride` apart.
 #[derive(Debug, Clone, Copy)]
@@ -41,9 +44,47 @@ pub(crate) fn share_bytes(a: &Strided, b: &Strided) -> bool {
     true
 }
 
+/// Positions of two buffers that [`share_bytes`], the lower address first, among
+/// buffers sorted by address; some pair where one exists, in `O(n log n)`.
+///
+/// A sweep over the addresses keeps the buffers that are open where the next begins.
+/// No two open ones share, so all have one stride, at most one is dense, and their
+/// items lie apart on the circle of residues: four of them speak for all.
+pub(crate) fn first_shared(sorted: &[Strided]) -> Option<(usize, usize)> {
+    let mut open: BTreeMap<u64, usize> = BTreeMap::new();
+    let mut ends: BinaryHeap<Reverse<(u128, usize)>> = BinaryHeap::new();
+    let mut dense: Option<usize> = None;
+    let residue = |buffer: &Strided| buffer.address % buffer.stride;
+    for (position, buffer) in sorted.iter().enumerate() {
+        if buffer.count == 0 || buffer.bytes == 0 {
+            continue;
+        }
+        while let Some(Reverse((end, done))) = ends.peek().copied() {
+            if end > u128::from(buffer.address) {
+                break;
+            }
+            ends.pop();
+            open.remove(&residue(&sorted[done]));
+            dense = dense.filter(|other| *other != done);
+        }
+        let own = residue(buffer);
+        let before = open.range(..=own).next_back().or_else(|| open.last_key_value());
+        let after = open.range(own..).next().or_else(|| open.first_key_value());
+        let rivals = [before, after].into_iter().flatten().map(|(_, other)| *other).chain(dense);
+        if let Some(other) = rivals.into_iter().find(|other| share_bytes(&sorted[*other], buffer)) {
+            return Some((other, position));
+        }
+        open.insert(own, position);
+        ends.push(Reverse((buffer.end(), position)));
+        dense = dense.or(buffer.dense().then_some(position));
+    }
+    None
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     fn strided(address: u64, stride: u64, bytes: u64, count: u64) -> Strided {
         Strided { address, stride, bytes, count }
@@ -60,5 +101,48 @@ mod tests {
         assert!(!share_bytes(&strided(100, 16, 8, 4), &strided(108, 16, 8, 4)));
         assert!(share_bytes(&strided(100, 16, 8, 4), &strided(107, 16, 8, 4)));
         assert!(share_bytes(&strided(100, 16, 8, 4), &strided(109, 16, 8, 4)));
+    }
+
+    fn any_buffer() -> impl Strategy<Value = Strided> {
+        let stride = prop::sample::select(vec![4u64, 4, 4, 6, 16]);
+        (1u64..60, stride, 0u64..5, 0u64..5).prop_map(|(address, stride, bytes, count)| {
+            let bytes = if bytes == 4 { stride } else { bytes };
+            strided(address, stride, bytes, count)
+        })
+    }
+
+    fn any_pair(buffers: &[Strided]) -> bool {
+        let later = |position: usize| buffers[position + 1..].iter();
+        (0..buffers.len()).any(|low| later(low).any(|high| share_bytes(&buffers[low], high)))
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 4096, ..ProptestConfig::default() })]
+
+        #[test]
+        fn the_sweep_says_what_all_pairs_say(mut buffers in prop::collection::vec(any_buffer(), 0..7)) {
+            buffers.sort_by_key(|buffer| buffer.address);
+            let found = first_shared(&buffers);
+            prop_assert_eq!(found.is_some(), any_pair(&buffers));
+            if let Some((low, high)) = found {
+                prop_assert!(low < high && share_bytes(&buffers[low], &buffers[high]));
+            }
+        }
+    }
+
+    #[test]
+    fn many_interleaved_buffers_and_one_too_many() {
+        let count = 50_000u64;
+        let at = |position: u64| strided(4096 + position * 8, count * 8, 8, 3);
+        let mut buffers: Vec<Strided> = (0..count).map(at).collect();
+        assert_eq!(first_shared(&buffers), None);
+        buffers.push(strided(4096 + count * 8 + 4, count * 8, 8, 3));
+        assert_eq!(first_shared(&buffers), Some((0, count as usize)));
+    }
+
+    #[test]
+    fn residues_are_free_again_behind_a_buffer_that_ended() {
+        let buffers = [strided(100, 16, 8, 4), strided(108, 16, 8, 9), strided(164, 16, 8, 4)];
+        assert_eq!(first_shared(&buffers), None);
     }
 }

@@ -36,6 +36,8 @@ impl Fill {
         }
     }
 
+    /// Whether the dtype has the value: within an integer's range, or at most a
+    /// float's largest finite number, an infinity where it has one, or not a number.
     fn fits(self, dtype: DType) -> bool {
         let range = match dtype {
             DType::Int8 => -128..=127,
@@ -43,9 +45,21 @@ impl Fill {
             DType::Bool => 0..=1,
             DType::Int32 => i64::from(i32::MIN)..=i64::from(i32::MAX),
             DType::Int64 => i64::MIN..=i64::MAX,
-            _ => return true,
+            DType::Float32 => return self.fits_float(f64::from(f32::MAX), true),
+            DType::BFloat16 => return self.fits_float(f64::from(f32::from_bits(0x7f7f_0000)), true),
+            DType::Float16 => return self.fits_float(65504.0, true),
+            DType::Float8E5M2 => return self.fits_float(57344.0, true),
+            DType::Float8E4M3Fn => return self.fits_float(448.0, false),
         };
         matches!(self, Fill::Int(number) if range.contains(&number))
+    }
+
+    fn fits_float(self, largest: f64, infinities: bool) -> bool {
+        let number = match self {
+            Fill::Int(number) => number as f64,
+            Fill::Float(number) => number,
+        };
+        number.is_nan() || (infinities && number.is_infinite()) || number.abs() <= largest
     }
 }
 
@@ -226,5 +240,29 @@ mod tests {
         assert!(RowField::new("a", DType::Int32, 1, 1, Fill::Float(1.0)).is_err());
         assert!(RowField::new("a", DType::Float16, 1, 1, Fill::Float(1.0)).is_ok());
         assert!(field("a", DType::Bool, 1, 1).placed_offset().is_err());
+    }
+
+    #[test]
+    fn a_float_fill_is_at_most_the_largest_finite_number() {
+        let bfloat = f64::from(2.0f32.powi(127) * (2.0 - 2.0f32.powi(-7)));
+        for (dtype, largest, infinities) in [
+            (DType::Float32, f64::from(f32::MAX), true),
+            (DType::BFloat16, bfloat, true),
+            (DType::Float16, 65504.0, true),
+            (DType::Float8E5M2, 57344.0, true),
+            (DType::Float8E4M3Fn, 448.0, false),
+        ] {
+            let fits = |number| RowField::new("a", dtype, 1, 1, Fill::Float(number)).is_ok();
+            for sign in [1.0, -1.0] {
+                assert!(fits(sign * largest) && fits(sign * 0.0), "{dtype}");
+                assert!(!fits(sign * largest.next_up()) && !fits(sign * f64::MAX), "{dtype}");
+                assert_eq!(fits(sign * f64::INFINITY), infinities, "{dtype}");
+            }
+            assert!(fits(f64::NAN), "{dtype}");
+            for number in [449, 57345, 65505, i64::MIN, i64::MAX] {
+                let known = number.unsigned_abs() as f64 <= largest;
+                assert_eq!(RowField::new("a", dtype, 1, 1, Fill::Int(number)).is_ok(), known, "{dtype} {number}");
+            }
+        }
     }
 }

@@ -126,6 +126,7 @@ fn example(kind: ErrorKind) -> PlanError {
             index.unlock(lock).unwrap_err()
         }
         ErrorKind::AccountingError => TierCounts::new(9, 3, 1, 1).unwrap_err(),
+        ErrorKind::InternalError => guarded::<()>(|| panic!("a defect")).unwrap_err(),
     }
 }
 
@@ -191,7 +192,7 @@ fn pages_of_two_layers_may_alternate() {
 #[test]
 fn empty_buffers_are_no_pairs() {
     let empty = BufferEntry { head_range: (0, 0), item_bytes: 0, item_stride: 0, nbytes: 0, ..entry(0, 0, (0, 2)) };
-    let idle = rank(at(0, 1, 0, 2), vec![empty]).unwrap();
+    let idle = rank(at(0, 1, 0, 2), vec![BufferEntry { layer_id: 1, ..empty.clone() }, empty]).unwrap();
     let agreement = agree(Side::Rank(idle), Side::Rank(whole())).unwrap();
     let route = agreement.route(0, 0).unwrap();
     assert!(route.pairs().is_empty());
@@ -203,7 +204,7 @@ fn empty_buffers_are_no_pairs() {
 #[test]
 fn layouts_break_one_invariant_at_a_time() {
     type Change = fn(&mut ModelLayout);
-    let changes: [(&str, Change); 12] = [
+    let changes: [(&str, Change); 13] = [
         ("components", |l| l.components.clear()),
         ("components", |l| l.components.push(l.components[0].clone())),
         ("key/target.layer_ids", |l| l.components[0].layer_ids.clear()),
@@ -217,6 +218,10 @@ fn layouts_break_one_invariant_at_a_time() {
         ("format_version", |l| l.format_version = 0),
         ("draft layer_ids", |l| {
             l.components.push(ComponentSpec { part: Part::Draft, layer_ids: vec![1], ..l.components[0].clone() })
+        }),
+        ("draft layer_ids", |l| {
+            l.components[0].layer_ids.push(u64::MAX);
+            l.components.push(ComponentSpec { part: Part::Draft, ..l.components[0].clone() })
         }),
     ];
     for (subject, change) in changes {
@@ -264,6 +269,26 @@ fn data_parallel_groups_are_complete_each() {
     assert_eq!(agreement.route(0, 0).unwrap().pairs().len(), 2);
     assert_eq!(agreement.route(1, 0).unwrap().pairs().len(), 2);
     assert!(deployment(vec![group(0, full()), group(1, vec![entry(0, 1000, (0, 2))])]).is_err());
+}
+
+#[test]
+fn one_data_parallel_group_is_a_side_and_a_part_of_one_is_not() {
+    let of = |dp_rank, pp_rank| {
+        let place = Placement { dp_rank, dp_size: 3, ..at(pp_rank, 2, 0, 1) };
+        rank(place, vec![entry(pp_rank, 1000, (0, 2))])
+    };
+    for dp_rank in 0..3 {
+        let group = deployment(vec![of(dp_rank, 0), of(dp_rank, 1)]).unwrap();
+        let agreement = agree(Side::Deployment(Arc::new(group)), Side::Rank(whole())).unwrap();
+        assert_eq!([0, 1].map(|index| agreement.route(index, 0).unwrap().pairs().len()), [1, 1]);
+    }
+    deployment(vec![of(2, 1), of(0, 0), of(2, 0), of(0, 1)]).unwrap();
+    for mixture in [vec![of(1, 0)], vec![of(0, 0), of(1, 1)], vec![of(0, 0), of(0, 1), of(2, 1)]] {
+        let error = deployment(mixture).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::IncompleteDeployment);
+        assert_eq!((&error.detail.local, &error.detail.remote), (&1u64.into(), &2u64.into()));
+        assert!(error.detail.subject.starts_with("manifests of dp_rank "), "{error}");
+    }
 }
 
 /// One head a rank: the two orders are the same bytes. Two heads: they are not.

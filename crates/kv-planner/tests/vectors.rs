@@ -219,25 +219,29 @@ fn offsets() {
     }
 }
 
-/// Two heads a rank, so that the order of axes matters.
+/// Every buffer of one of four ranks; two heads a rank, so that the order of axes matters.
 fn rank(layout: &Arc<ModelLayout>) -> Side {
     let mut address = 4096;
     let mut entries = Vec::new();
     for spec in &layout.components {
         let item_bytes = layout.item_bytes(spec.component, spec.part, Some(2)).unwrap();
-        entries.push(BufferEntry {
-            component: spec.component,
-            part: spec.part,
-            layer_id: spec.layer_ids[0],
-            device: "cpu".into(),
-            address,
-            nbytes: item_bytes * 4,
-            item_stride: item_bytes,
-            item_bytes,
-            head_range: (0, 2),
-            occurrence: 0,
-        });
-        address += item_bytes * 4;
+        for (layer_id, count) in spec.counted_ids() {
+            for occurrence in 0..count {
+                entries.push(BufferEntry {
+                    component: spec.component,
+                    part: spec.part,
+                    layer_id,
+                    device: "cpu".into(),
+                    address,
+                    nbytes: item_bytes * 4,
+                    item_stride: item_bytes,
+                    item_bytes,
+                    head_range: (0, 2),
+                    occurrence,
+                });
+                address += item_bytes * 4;
+            }
+        }
     }
     Side::Rank(Arc::new(
         RankManifest::new(layout.clone(), Placement { tp_size: 4, ..Placement::default() }, entries).unwrap(),

@@ -23,6 +23,7 @@ from kv_transfer.messages import (
     decode,
     encode,
 )
+from kv_transfer.process import process_name
 
 FAST = kt.Timeouts(handshake=5, heartbeat_interval=0.05, peer_lost_after=1.0, dead_writer_grace=0.2, drain=1)
 
@@ -48,6 +49,10 @@ class Desk:
     def close(self) -> None:
         for thing in reversed(self._open):
             thing.close()
+
+
+def hello(manifest: str) -> Hello:
+    return Hello(engine="loopback", session="x", manifest=manifest, process=process_name())
 
 
 @pytest.fixture
@@ -140,7 +145,7 @@ def test_a_rank_that_died_without_a_word_is_replaced_at_once(desk: Desk) -> None
     with kt.Receiver(whole(layout).manifest, engine, prefill_ranks=1, timeouts=patient) as receiver:
         first = context.socket(zmq.DEALER)
         first.connect(receiver.endpoint)
-        first.send(encode(Hello(engine="loopback", session="x", manifest=memory.manifest.to_json())))
+        first.send(encode(hello(memory.manifest.to_json())))
         assert isinstance(decode(first.recv()), Welcome)
         first.send(encode(Agreed()))
         receiver.wait_ready()
@@ -251,8 +256,8 @@ def test_strangers_do_no_harm(desk: Desk) -> None:
             (b"\x00garbage", RefusalCode.MALFORMED),
             (encode(Heartbeat()), RefusalCode.UNEXPECTED),
             (b'{"v":9,"type":"hello"}', RefusalCode.VERSION),
-            (encode(Hello(engine="loopback", session="x", manifest="{}")), RefusalCode.MALFORMED),
-            (encode(Hello(engine="loopback", session="x", manifest=manifest[:-2])), RefusalCode.MALFORMED),
+            (encode(hello("{}")), RefusalCode.MALFORMED),
+            (encode(hello(manifest[:-2])), RefusalCode.MALFORMED),
         ]:
             stranger = context.socket(zmq.DEALER)
             stranger.connect(receiver.endpoint)
@@ -283,7 +288,7 @@ def test_a_member_that_turns_malformed_is_let_go_and_the_others_stay(desk: Desk)
     try:
         member = context.socket(zmq.DEALER)
         member.connect(receiver.endpoint)
-        member.send(encode(Hello(engine="loopback", session="x", manifest=first.manifest.to_json())))
+        member.send(encode(hello(first.manifest.to_json())))
         assert isinstance(decode(member.recv()), Welcome)
         member.send(encode(Agreed()))
         receiver.wait_ready()
@@ -306,7 +311,7 @@ def test_a_silent_peer_is_lost_in_time_but_its_pages_are_held(desk: Desk) -> Non
     try:
         member = context.socket(zmq.DEALER)
         member.connect(receiver.endpoint)
-        member.send(encode(Hello(engine="loopback", session="x", manifest=stages(layout, 1)[0].manifest.to_json())))
+        member.send(encode(hello(stages(layout, 1)[0].manifest.to_json())))
         assert isinstance(decode(member.recv()), Welcome)
         member.send(encode(Agreed()))
         receiver.wait_ready()

@@ -32,7 +32,7 @@ from kv_transfer.messages import (
 )
 
 EXAMPLES: list[Message] = [
-    Hello(engine="loopback", session="loopback:1", manifest="{}"),
+    Hello(engine="loopback", session="loopback:1", manifest="{}", process="7:a", parts=("target",)),
     Welcome(engine="mooncake", session="127.0.0.1:15000", manifest="{}", incarnation=1),
     Agreed(),
     Refusal(
@@ -42,8 +42,8 @@ EXAMPLES: list[Message] = [
             DifferenceRecord(field="page_size", local="64", remote="128", consequence="wrong slots", remedy="same"),
         ),
     ),
-    Ready(ranks=2, sends=True),
-    Offer(room=0, generation=1, pages=(3, 1, 2), tokens=300),
+    Ready(ranks=2, sends=True, layers=(("target", 0), ("draft", 61)), bytes_per_page=4096),
+    Offer(room=0, generation=1, pages=(3, 1, 2), tokens=300, first_page=4),
     Done(room=0, generation=1, nbytes=10, blocks=2, pages=3, layers=(("target", 0),), metadata={"token": [1, None]}),
     Aborted(room=2**63 - 1, generation=3, reason="too long"),
     Accepted(room=0, generation=1),

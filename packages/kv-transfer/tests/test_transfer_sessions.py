@@ -84,7 +84,7 @@ def test_a_page_sent_twice_or_past_the_end_is_refused_and_the_room_goes_on(two_s
     with pytest.raises(kt.CoverageError, match="target layer 0, page 1 of the request was sent already") as caught:
         first.send([2, 3], start=1)
     assert caught.value.cells[0] == ("target", 0, 1)
-    with pytest.raises(kt.CoverageError, match="the receiver offers 3"):
+    with pytest.raises(kt.CoverageError, match=r"the receiver offers pages \[0, 3\)"):
         first.send([3, 4], start=2)
     with pytest.raises(kt.CoverageError, match="page 2 of the request was never sent"):
         first.finish()
@@ -113,6 +113,39 @@ def test_an_empty_request_completes(two_stages: Pair) -> None:
     assert session.wait(5).nbytes == 0
 
 
+def test_pages_behind_a_prefix_hit_travel_with_their_index(two_stages: Pair) -> None:
+    """11 tokens on 3 pages; decode holds the first page already, the sender counts from the prompt's first page."""
+    session = two_stages.receiver.open(3, [6, 4], tokens=11, first_page=1)
+    for sender in two_stages.senders:
+        sending = sender.open(3)
+        assert (sending.first_page, sending.pages, sending.tokens) == (1, 2, 11)
+        with pytest.raises(kt.CoverageError, match=r"pages \[0, 2\) of the request, .* offers pages \[1, 3\)"):
+            sending.send([8, 9], start=0)
+        with pytest.raises(kt.CoverageError, match=r"pages \[2, 4\)"):
+            sending.send([8, 9], start=2)
+        sending.send([10], start=2)
+        with pytest.raises(kt.CoverageError, match="page 2 of the request was sent already"):
+            sending.send([10], start=2)
+        with pytest.raises(kt.CoverageError, match="page 1 of the request was never sent"):
+            sending.finish()
+        sending.send([9], start=1)
+        sending.finish()
+    result = session.wait(5)
+    assert (result.pages, result.tokens) == (2, 11)
+    assert two_stages.decode.faults({6: 9, 4: 10}) == []
+
+
+def test_a_prefix_hit_of_the_whole_prompt_needs_no_page(two_stages: Pair) -> None:
+    session = two_stages.receiver.open(3, [], tokens=8, first_page=2)
+    for sender in two_stages.senders:
+        sender.open(3).finish({"cached": True})
+    assert session.wait(5).nbytes == 0
+    for first_page, text in ((2, "3 pages of 4, got 2 from page 2 on"), (-1, "first_page: expected a whole number")):
+        with pytest.raises(ValueError, match=text):
+            two_stages.receiver.open(4, [1, 2], tokens=11, first_page=first_page)
+    assert two_stages.receiver.open(4, [1, 2], first_page=5)._room.offer.tokens == 28
+
+
 def test_wrong_destination_pages_are_refused_at_once(two_stages: Pair) -> None:
     with pytest.raises(kp.ReservedPage):
         two_stages.receiver.open(0, [0, 1])
@@ -120,7 +153,7 @@ def test_wrong_destination_pages_are_refused_at_once(two_stages: Pair) -> None:
         two_stages.receiver.open(0, [1, 1])
     with pytest.raises(ValueError, match="page 16 is outside the pool of 16 pages"):
         two_stages.receiver.open(0, [16])
-    with pytest.raises(ValueError, match="9 tokens need 3 pages of 4, got 2"):
+    with pytest.raises(ValueError, match="9 tokens need 3 pages of 4, got 2 from page 0 on"):
         two_stages.receiver.open(0, [1, 2], tokens=9)
     with pytest.raises(ValueError, match="room"):
         two_stages.receiver.open(-1, [1])

@@ -26,9 +26,11 @@ from kv_transfer.messages import (
     Welcome,
     encode,
 )
+from kv_transfer.process import process_name
 from kv_transfer.receiver_core import ReceiverCore
 from kv_transfer.sender_core import SenderCore
 from kv_transfer.states import SenderPhase
+from kv_transfer.terms import Terms
 
 FAST = kt.Timeouts(handshake=5, heartbeat_interval=0.05, peer_lost_after=1.0, dead_writer_grace=0.2, drain=1)
 
@@ -36,7 +38,7 @@ FAST = kt.Timeouts(handshake=5, heartbeat_interval=0.05, peer_lost_after=1.0, de
 def test_late_words_of_an_old_generation_are_dropped() -> None:
     layout = make_layout()
     memory = whole(layout)
-    core = ReceiverCore(memory.manifest, "loopback", "x", 1, FAST, kt.Limits())
+    core = ReceiverCore(memory.manifest, Terms("loopback", "x"), 1, FAST, kt.Limits())
     hello = Hello(engine="loopback", session="y", manifest=stages(layout, 1)[0].manifest.to_json())
     core.receive(b"peer", encode(hello), 0.0)
     core.receive(b"peer", encode(Agreed()), 0.0)
@@ -67,7 +69,7 @@ def test_late_words_of_an_old_generation_are_dropped() -> None:
 )
 def test_a_done_that_covers_something_else_is_not_believed(change: dict[str, object], text: str) -> None:
     layout = make_layout()
-    core = ReceiverCore(whole(layout).manifest, "loopback", "x", 1, FAST, kt.Limits())
+    core = ReceiverCore(whole(layout).manifest, Terms("loopback", "x"), 1, FAST, kt.Limits())
     hello = Hello(engine="loopback", session="y", manifest=stages(layout, 1)[0].manifest.to_json())
     core.receive(b"peer", encode(hello), 0.0)
     core.receive(b"peer", encode(Agreed()), 0.0)
@@ -85,7 +87,7 @@ def test_a_done_that_covers_something_else_is_not_believed(change: dict[str, obj
 
 def test_a_dead_writer_holds_its_pages_for_the_grace() -> None:
     layout = make_layout()
-    core = ReceiverCore(whole(layout).manifest, "loopback", "x", 1, FAST, kt.Limits())
+    core = ReceiverCore(whole(layout).manifest, Terms("loopback", "x"), 1, FAST, kt.Limits())
     hello = Hello(engine="loopback", session="y", manifest=stages(layout, 1)[0].manifest.to_json())
     core.receive(b"peer", encode(hello), 0.0)
     core.receive(b"peer", encode(Agreed()), 0.0)
@@ -100,9 +102,16 @@ def test_a_dead_writer_holds_its_pages_for_the_grace() -> None:
 
 _WORDS: list[Message] = [
     Hello(engine="loopback", session="y", manifest=stages(make_layout(), 1)[0].manifest.to_json()),
-    Welcome(engine="loopback", session="y", manifest=whole(make_layout()).manifest.to_json(), incarnation=1),
+    Welcome(
+        engine="loopback",
+        session="y",
+        manifest=whole(make_layout()).manifest.to_json(),
+        incarnation=1,
+        process=process_name(),
+    ),
     Agreed(),
-    Ready(ranks=1, sends=True),
+    Ready(ranks=1, sends=True, layers=tuple(("target", layer) for layer in range(4)), bytes_per_page=832),
+    Ready(ranks=1, sends=True, layers=(("target", 0),), bytes_per_page=208),
     Offer(room=0, generation=1, pages=(1,), tokens=4),
     Offer(room=0, generation=2, pages=(2**40, 0), tokens=4),
     Done(room=0, generation=1, nbytes=0, blocks=0, pages=1, layers=(), metadata={}),
@@ -120,7 +129,7 @@ _SCRIPT = st.lists(st.integers(0, len(_FRAMES) - 1), max_size=12)
 @settings(deadline=None)
 @given(script=_SCRIPT, second=_SCRIPT)
 def test_no_order_of_words_breaks_a_receiver(script: list[int], second: list[int]) -> None:
-    core = ReceiverCore(whole(make_layout()).manifest, "loopback", "x", 1, FAST, kt.Limits())
+    core = ReceiverCore(whole(make_layout()).manifest, Terms("loopback", "x"), 1, FAST, kt.Limits())
     for index, word in enumerate(script):
         core.receive(b"first", _FRAMES[word], index * 0.01)
         if core.is_ready and 0 not in core.rooms:

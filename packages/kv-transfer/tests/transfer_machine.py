@@ -11,6 +11,7 @@ import dataclasses
 import random
 from collections import Counter, deque
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from transfer_memory import RankMemory, make_layout, stages, whole
@@ -18,13 +19,14 @@ from transfer_pair import Hardware
 
 from kv_transfer.config import Limits, Timeouts
 from kv_transfer.engines.loopback import LoopbackEngine
-from kv_transfer.errors import SessionStateError, TransferError
+from kv_transfer.errors import PageHeld, SessionStateError, TransferError
 from kv_transfer.messages import Abort, Aborted, Accepted, Done, decode
 from kv_transfer.receiver_core import ReceiverCore
 from kv_transfer.receiver_room import ReceiverRoom
 from kv_transfer.sender_core import SenderCore
 from kv_transfer.sender_room import SenderRoom
 from kv_transfer.states import ReceiverState, SenderState
+from kv_transfer.terms import Terms
 
 STAGES = 2
 ROOMS = 3
@@ -71,9 +73,7 @@ class Transfers(RuleBasedStateMachine):
         self.memory = whole(self.layout, pages=PAGES)
         self.engine = LoopbackEngine(blocks_per_poll=1, max_entries_per_batch=2)
         self._register(self.engine, self.memory)
-        self.receiver = ReceiverCore(
-            self.memory.manifest, self.engine.name, self.engine.session, STAGES, TIMEOUTS, LIMITS
-        )
+        self.receiver = ReceiverCore(self.memory.manifest, Terms.of(self.engine), STAGES, TIMEOUTS, LIMITS)
         self.free = list(range(1, PAGES))
         self.uses: list[Use] = []
         self.peers: list[Peer] = []
@@ -177,6 +177,10 @@ class Transfers(RuleBasedStateMachine):
     def open_at_receiver(self, room: int, count: int) -> None:
         if count > len(self.free):
             return
+        for use in self.uses:
+            if self.receiver.is_ready and room not in self.receiver.rooms and use.pages and not use.returned:
+                with pytest.raises(PageHeld):
+                    self.receiver.open_room(room, use.pages[:1], 1, self.now, TIMEOUTS.transfer)
         pages = [self.free.pop(self.random.randrange(len(self.free))) for _ in range(count)]
         try:
             opened = self.receiver.open_room(room, pages, count, self.now, TIMEOUTS.transfer)

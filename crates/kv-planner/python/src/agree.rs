@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::arrays::{counts, range, words};
-use crate::errors::{OrRaise, to_python};
+use crate::errors::{detached, guarded, to_python};
 use crate::layout::{PyModelLayout, word_tuple};
 use crate::manifest::{PyDeployment, PyRankManifest, manifest_tuple};
 
@@ -34,6 +34,9 @@ fn side(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Side> {
 /// Compared are page size, kernel block size, fingerprint, format version, and per component: dtype, axis order, dims,
 /// total heads, item kind and layer ids. Ranks, local heads and which stage owns a layer may differ.
 ///
+/// A side that is one rank must hold what its placement says: the only stage every buffer of the layout, a stage of
+/// several each of its layers whole, the only tensor-parallel rank all heads. What it lacks is a difference.
+///
 /// Args:
 ///     local: A deployment, or one rank of it.
 ///     remote: A deployment, or one rank of it.
@@ -51,16 +54,18 @@ fn side(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Side> {
     text_signature = "(local, remote, *, parts=('target', 'draft'))"
 )]
 pub fn agree(
+    py: Python<'_>,
     local: &Bound<'_, PyAny>,
     remote: &Bound<'_, PyAny>,
     parts: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<PyAgreement> {
     let (local, remote) = (side("local", local)?, side("remote", remote)?);
-    let agreement = match parts {
+    let parts = parts.map(|given| words("parts", given, Part::parse)).transpose()?;
+    let agreement = detached(py, || match parts {
         None => kv_planner::agree(local, remote),
-        Some(parts) => kv_planner::agree_on(local, remote, &words("parts", parts, Part::parse)?),
-    };
-    Ok(PyAgreement(Arc::new(agreement.or_raise()?)))
+        Some(parts) => kv_planner::agree_on(local, remote, &parts),
+    });
+    Ok(PyAgreement(Arc::new(agreement?)))
 }
 
 /// Two sides that may transfer: `local` sends, `remote` receives. `agree` makes it.
@@ -103,7 +108,7 @@ impl PyAgreement {
     ///     ArgumentError: A side has no such rank.
     #[pyo3(signature = (local_index=0, remote_index=0))]
     fn route(&self, local_index: usize, remote_index: usize) -> PyResult<PyRoute> {
-        Ok(PyRoute(self.0.route(local_index, remote_index).or_raise()?))
+        Ok(PyRoute(guarded(|| self.0.route(local_index, remote_index))?))
     }
 
     /// Returns the agreement of the opposite direction.
@@ -174,7 +179,7 @@ impl PyRoute {
         item_kinds: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<PyRoute> {
         let slice = slice_of(layer_ids, parts, components, item_kinds, None)?;
-        Ok(PyRoute(self.0.slice(&slice).or_raise()?))
+        Ok(PyRoute(guarded(|| self.0.slice(&slice))?))
     }
 
     fn __len__(&self) -> usize {

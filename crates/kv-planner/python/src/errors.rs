@@ -105,7 +105,17 @@ fn build(py: Python<'_>, error: &PlanError) -> PyResult<PyErr> {
     Ok(PyErr::from_value(class.call((error.to_string(),), Some(&values))?))
 }
 
-/// `?` on results of the core.
+/// Calls the core; a panic in there is an `InternalError` and never unwinds into Python.
+pub fn guarded<T>(call: impl FnOnce() -> kv_planner::Result<T>) -> PyResult<T> {
+    kv_planner::guarded(call).or_raise()
+}
+
+/// Calls the core as `guarded` does, without the GIL.
+pub fn detached<T: Send>(py: Python<'_>, call: impl FnOnce() -> kv_planner::Result<T> + Send) -> PyResult<T> {
+    py.detach(|| kv_planner::guarded(call)).or_raise()
+}
+
+/// `?` on results of the core that need no guard: words, look-ups.
 pub trait OrRaise<T> {
     /// The value, or the Python exception.
     fn or_raise(self) -> PyResult<T>;

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple, PyType};
 
 use crate::arrays::{count, count_or, counts, optional_count, words};
-use crate::errors::OrRaise;
+use crate::errors::{OrRaise, detached, guarded};
 
 /// A tuple of words.
 pub fn word_tuple<'py>(py: Python<'py>, words: impl Iterator<Item = &'static str>) -> PyResult<Bound<'py, PyTuple>> {
@@ -70,7 +70,7 @@ impl PyComponentSpec {
             axes,
             item_kind: ItemKind::parse(item_kind).or_raise()?,
         };
-        spec.validate().or_raise()?;
+        guarded(|| spec.validate())?;
         Ok(PyComponentSpec(spec))
     }
 
@@ -155,6 +155,7 @@ impl PyModelLayout {
         text_signature = "(components, *, page_size, fingerprint, kernel_block_size=None, format_version=1)"
     )]
     fn new(
+        py: Python<'_>,
         components: &Bound<'_, PyAny>,
         page_size: &Bound<'_, PyAny>,
         fingerprint: String,
@@ -170,7 +171,7 @@ impl PyModelLayout {
             kernel_block_size: optional_count("kernel_block_size", kernel_block_size)?,
             format_version: count_or("format_version", format_version, 1)?,
         };
-        Ok(PyModelLayout(Arc::new(layout.validated().or_raise()?)))
+        Ok(PyModelLayout(Arc::new(detached(py, || layout.validated())?)))
     }
 
     #[getter]
@@ -220,7 +221,8 @@ impl PyModelLayout {
     #[pyo3(signature = (component, part="target", *, heads=None))]
     fn item_bytes(&self, component: &str, part: &str, heads: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
         let (component, part) = (Component::parse(component).or_raise()?, Part::parse(part).or_raise()?);
-        self.0.item_bytes(component, part, optional_count("heads", heads)?).or_raise()
+        let heads = optional_count("heads", heads)?;
+        guarded(|| self.0.item_bytes(component, part, heads))
     }
 
     /// Returns the layout as JSON; `from_json` reads it back.
@@ -234,8 +236,8 @@ impl PyModelLayout {
     ///     FormatError: The text is not the JSON of a layout.
     ///     LayoutError: An invariant fails.
     #[classmethod]
-    fn from_json(_class: &Bound<'_, PyType>, text: &str) -> PyResult<Self> {
-        Ok(PyModelLayout(Arc::new(ModelLayout::from_json(text).or_raise()?)))
+    fn from_json(class: &Bound<'_, PyType>, text: &str) -> PyResult<Self> {
+        Ok(PyModelLayout(Arc::new(detached(class.py(), || ModelLayout::from_json(text))?)))
     }
 
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (String,))> {

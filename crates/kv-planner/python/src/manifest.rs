@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyTuple, PyType};
 
 use crate::arrays::{count, count_or, range};
-use crate::errors::OrRaise;
+use crate::errors::{OrRaise, detached, guarded};
 use crate::layout::PyModelLayout;
 
 /// Where a rank stands in its deployment: pipeline, tensor, decode-context and data parallel.
@@ -47,7 +47,7 @@ impl PyPlacement {
             dp_rank: count_or("dp_rank", dp_rank, 0)?,
             dp_size: count_or("dp_size", dp_size, 1)?,
         };
-        Ok(PyPlacement(placement.validated().or_raise()?))
+        Ok(PyPlacement(guarded(|| placement.validated())?))
     }
 
     #[getter]
@@ -248,11 +248,16 @@ pub fn manifest_tuple<'py>(py: Python<'py>, manifests: &[Arc<RankManifest>]) -> 
 #[pymethods]
 impl PyRankManifest {
     #[new]
-    fn new(layout: &PyModelLayout, placement: &PyPlacement, entries: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn new(
+        py: Python<'_>,
+        layout: &PyModelLayout,
+        placement: &PyPlacement,
+        entries: &Bound<'_, PyAny>,
+    ) -> PyResult<Self> {
         let entries: PyResult<Vec<BufferEntry>> =
             entries.try_iter()?.map(|item| Ok(item?.cast::<PyBufferEntry>()?.get().0.clone())).collect();
-        let manifest = RankManifest::new(layout.0.clone(), placement.0, entries?).or_raise()?;
-        Ok(PyRankManifest(Arc::new(manifest)))
+        let (layout, placement, entries) = (layout.0.clone(), placement.0, entries?);
+        Ok(PyRankManifest(Arc::new(detached(py, || RankManifest::new(layout, placement, entries))?)))
     }
 
     #[getter]
@@ -281,8 +286,8 @@ impl PyRankManifest {
     ///     FormatError: The text is not the JSON of a manifest.
     ///     PlanError: An invariant of the layout, the placement or the manifest fails.
     #[classmethod]
-    fn from_json(_class: &Bound<'_, PyType>, text: &str) -> PyResult<Self> {
-        Ok(PyRankManifest(Arc::new(RankManifest::from_json(text).or_raise()?)))
+    fn from_json(class: &Bound<'_, PyType>, text: &str) -> PyResult<Self> {
+        Ok(PyRankManifest(Arc::new(detached(class.py(), || RankManifest::from_json(text))?)))
     }
 
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
@@ -294,10 +299,11 @@ impl PyRankManifest {
     }
 }
 
-/// All ranks of one side: complete and disjoint.
+/// The ranks of one side, in whole data-parallel groups: complete and disjoint.
 ///
 /// Args:
-///     manifests: Every rank once, in any order. Agreements refer to ranks by their index here.
+///     manifests: Every rank once, in any order; of several data-parallel groups, each of which is a whole copy, one or
+///         more, each whole. Agreements refer to ranks by their index here.
 ///
 /// Raises:
 ///     InconsistentDeployment: Unlike layouts or sizes, or two ranks at one place.
@@ -311,10 +317,11 @@ pub struct PyDeployment(pub Arc<Deployment>);
 #[pymethods]
 impl PyDeployment {
     #[new]
-    fn new(manifests: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn new(py: Python<'_>, manifests: &Bound<'_, PyAny>) -> PyResult<Self> {
         let manifests: PyResult<Vec<Arc<RankManifest>>> =
             manifests.try_iter()?.map(|item| Ok(item?.cast::<PyRankManifest>()?.get().0.clone())).collect();
-        Ok(PyDeployment(Arc::new(Deployment::new(manifests?).or_raise()?)))
+        let manifests = manifests?;
+        Ok(PyDeployment(Arc::new(detached(py, || Deployment::new(manifests))?)))
     }
 
     #[getter]

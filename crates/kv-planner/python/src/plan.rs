@@ -8,7 +8,7 @@ use pyo3::types::PyTuple;
 
 use crate::agree::{PyRoute, slice_of};
 use crate::arrays::{array, count, indices, optional_count};
-use crate::errors::OrRaise;
+use crate::errors::{OrRaise, detached, guarded};
 
 type Columns<'py> = (Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>);
 
@@ -42,7 +42,7 @@ impl PyRuns {
         let source = indices("source_pages", source_pages)?;
         let destination = indices("destination_pages", destination_pages)?;
         let kind = ItemKind::parse(item_kind).or_raise()?;
-        Ok(PyRuns(py.detach(|| Runs::of_kind(&source, &destination, kind)).or_raise()?))
+        Ok(PyRuns(detached(py, || Runs::of_kind(&source, &destination, kind))?))
     }
 
     #[getter]
@@ -77,7 +77,8 @@ impl PyRuns {
     /// Raises:
     ///     SliceError: The slice reaches beyond the pairs.
     fn slice(&self, start: &Bound<'_, PyAny>, stop: &Bound<'_, PyAny>) -> PyResult<PyRuns> {
-        Ok(PyRuns(self.0.slice(count("start", start)?, count("stop", stop)?).or_raise()?))
+        let (start, stop) = (count("start", start)?, count("stop", stop)?);
+        Ok(PyRuns(guarded(|| self.0.slice(start, stop))?))
     }
 
     fn __len__(&self) -> usize {
@@ -106,7 +107,7 @@ pub struct PyPlan(Plan);
 impl PyPlan {
     #[new]
     fn new(route: &PyRoute, runs: &PyRuns) -> PyResult<Self> {
-        Ok(PyPlan(Plan::new(route.0.clone(), runs.0.clone()).or_raise()?))
+        Ok(PyPlan(guarded(|| Plan::new(route.0.clone(), runs.0.clone()))?))
     }
 
     #[getter]
@@ -148,7 +149,7 @@ impl PyPlan {
         pages: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<PyPlan> {
         let slice = slice_of(layer_ids, parts, components, None, pages)?;
-        Ok(PyPlan(self.0.slice(&slice).or_raise()?))
+        Ok(PyPlan(guarded(|| self.0.slice(&slice))?))
     }
 
     fn __str__(&self) -> String {
@@ -187,7 +188,7 @@ impl PyCapabilities {
             max_block_bytes: optional_count("max_block_bytes", max_block_bytes)?,
             max_blocks: optional_count("max_blocks", max_blocks)?,
         };
-        Ok(PyCapabilities(capabilities.validated().or_raise()?))
+        Ok(PyCapabilities(guarded(|| capabilities.validated())?))
     }
 
     #[getter]
@@ -321,8 +322,7 @@ impl PyLoweredPlan {
 #[pyo3(signature = (plan, capabilities=None))]
 pub fn lower(py: Python<'_>, plan: &PyPlan, capabilities: Option<&PyCapabilities>) -> PyResult<PyLoweredPlan> {
     let capabilities = capabilities.map_or(Capabilities::default(), |given| given.0);
-    let LoweredPlan { batches, block_count, total_bytes } =
-        py.detach(|| kv_planner::lower(&plan.0, &capabilities)).or_raise()?;
+    let LoweredPlan { batches, block_count, total_bytes } = detached(py, || kv_planner::lower(&plan.0, &capabilities))?;
     let batches: PyResult<Vec<PyBatch>> = batches
         .into_iter()
         .map(|batch| {

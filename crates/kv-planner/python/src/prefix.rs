@@ -5,7 +5,7 @@ use numpy::PyArray1;
 use pyo3::prelude::*;
 
 use crate::arrays::{array, count, count_or, indices, optional_count};
-use crate::errors::OrRaise;
+use crate::errors::{detached, guarded};
 use crate::prefix_hash::{Names, namespace as read_namespace};
 use crate::prefix_results::{PyEviction, PyInsertResult, PyPrefixCounts, PyPrefixLock, PyPrefixMatch};
 
@@ -46,14 +46,14 @@ impl PyPrefixIndex {
         let tokens = indices("tokens", tokens)?;
         let pages = indices(if tier == Tier::Device { "device_pages" } else { "host_pages" }, pages)?;
         let namespace = read_namespace(namespace)?;
-        let inserted = py.detach(|| self.0.insert(&tokens, &pages, &namespace, tier)).or_raise()?;
+        let inserted = detached(py, || self.0.insert(&tokens, &pages, &namespace, tier))?;
         Ok(PyInsertResult { inserted, page_size: self.0.page_size() })
     }
 
     fn attach(&self, py: Python<'_>, tier: Tier, nodes: &Bound<'_, PyAny>, pages: &Bound<'_, PyAny>) -> PyResult<()> {
         let nodes = self::nodes("nodes", nodes)?;
         let pages = indices(if tier == Tier::Device { "device_pages" } else { "host_pages" }, pages)?;
-        py.detach(|| self.0.attach(&nodes, &pages, tier)).or_raise()
+        detached(py, || self.0.attach(&nodes, &pages, tier))
     }
 
     fn evict(
@@ -64,7 +64,7 @@ impl PyPrefixIndex {
         keep_unbacked: bool,
     ) -> PyResult<PyEviction> {
         let wanted = count("pages_wanted", wanted)?;
-        Ok(PyEviction(py.detach(|| self.0.evict(tier, wanted, EvictOptions { keep_unbacked }))))
+        Ok(PyEviction(detached(py, || Ok(self.0.evict(tier, wanted, EvictOptions { keep_unbacked })))?))
     }
 }
 
@@ -81,7 +81,8 @@ impl PyPrefixIndex {
         host_pages: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let (page_size, device) = (count("page_size", page_size)?, count("device_pages", device_pages)?);
-        Ok(PyPrefixIndex(PrefixIndex::new(page_size, device, count_or("host_pages", host_pages, 0)?).or_raise()?))
+        let host = count_or("host_pages", host_pages, 0)?;
+        Ok(PyPrefixIndex(guarded(|| PrefixIndex::new(page_size, device, host))?))
     }
 
     #[getter]
@@ -118,7 +119,7 @@ impl PyPrefixIndex {
     ) -> PyResult<PyPrefixMatch> {
         let (tokens, limit) = (indices("tokens", tokens)?, optional_count("max_tokens", max_tokens)?);
         let namespace = read_namespace(namespace)?;
-        Ok(PyPrefixMatch(py.detach(|| self.0.find(&tokens, &namespace, limit)).or_raise()?))
+        Ok(PyPrefixMatch(detached(py, || self.0.find(&tokens, &namespace, limit))?))
     }
 
     /// Matches and locks in one step, so that no other thread evicts in between.
@@ -140,7 +141,7 @@ impl PyPrefixIndex {
     ) -> PyResult<(PyPrefixMatch, PyPrefixLock)> {
         let (tokens, limit) = (indices("tokens", tokens)?, optional_count("max_tokens", max_tokens)?);
         let namespace = read_namespace(namespace)?;
-        let (found, lock) = py.detach(|| self.0.find_locked(&tokens, &namespace, limit)).or_raise()?;
+        let (found, lock) = detached(py, || self.0.find_locked(&tokens, &namespace, limit))?;
         Ok((PyPrefixMatch(found), PyPrefixLock(lock)))
     }
 
@@ -203,14 +204,14 @@ impl PyPrefixIndex {
         let lock = match held.cast::<PyPrefixMatch>() {
             Ok(found) => {
                 let found = &found.get().0;
-                py.detach(|| self.0.lock_match(found))
+                detached(py, || self.0.lock_match(found))
             }
             Err(_) => {
                 let nodes = nodes("held", held)?;
-                py.detach(|| self.0.lock_nodes(&nodes))
+                detached(py, || self.0.lock_nodes(&nodes))
             }
         };
-        Ok(PyPrefixLock(lock.or_raise()?))
+        Ok(PyPrefixLock(lock?))
     }
 
     /// Ends a protection.
@@ -219,7 +220,7 @@ impl PyPrefixIndex {
     ///     LockError: The lock was released before, or is of another index.
     fn unlock(&self, py: Python<'_>, lock: PyRef<'_, PyPrefixLock>) -> PyResult<()> {
         let lock = lock.0;
-        py.detach(|| self.0.unlock(lock)).or_raise()
+        detached(py, || self.0.unlock(lock))
     }
 
     /// Frees device pages: least recently used first, children before parents, never locked ones.
@@ -270,7 +271,7 @@ impl PyPrefixIndex {
     ) -> PyResult<Pages> {
         let (limit, min_uses) = (count("limit", limit)?, count_or("min_uses", min_uses, 1)?);
         let in_flight = in_flight.map_or(Ok(Vec::new()), |given| nodes("in_flight", given))?;
-        let pending = py.detach(|| self.0.pending_backup(limit, min_uses, &in_flight));
+        let pending = detached(py, || Ok(self.0.pending_backup(limit, min_uses, &in_flight)))?;
         array(py, pending.into_iter().map(|node| node.0).collect())
     }
 
@@ -302,14 +303,14 @@ impl PyPrefixIndex {
     ///     StaleNode: The node is gone.
     fn path(&self, py: Python<'_>, node: &Bound<'_, PyAny>) -> PyResult<(Pages, Option<Names>)> {
         let node = NodeId(i64::try_from(count("node", node)?).unwrap_or(-1));
-        let (tokens, space) = py.detach(|| self.0.path(node)).or_raise()?;
+        let (tokens, space) = detached(py, || self.0.path(node))?;
         let names = (space != Namespace::default()).then_some((space.extra_key, space.cache_salt));
         Ok((array(py, tokens)?, names))
     }
 
     /// Returns the counts of this moment, checked.
     fn counts(&self, py: Python<'_>) -> PyResult<PyPrefixCounts> {
-        Ok(PyPrefixCounts(py.detach(|| self.0.counts()).or_raise()?))
+        Ok(PyPrefixCounts(detached(py, || self.0.counts())?))
     }
 
     /// Empties the index.
@@ -320,7 +321,7 @@ impl PyPrefixIndex {
     /// Raises:
     ///     LockError: A lock is held.
     fn clear(&self, py: Python<'_>) -> PyResult<(Pages, Pages)> {
-        let (device, host) = py.detach(|| self.0.clear()).or_raise()?;
+        let (device, host) = detached(py, || self.0.clear())?;
         Ok((array(py, device)?, array(py, host)?))
     }
 

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::arrays::{count, indices, refuse_value};
-use crate::errors::{OrRaise, to_python};
+use crate::errors::{detached, to_python};
 
 /// Extra key and salt.
 pub type Names = (Option<String>, Option<String>);
@@ -88,7 +88,7 @@ pub fn page_hashes<'py>(
             Some(parsed.ok_or_else(|| refuse_value("prior", "64 hexadecimal digits", given))?)
         }
     };
-    let digests = py.detach(|| kv_planner::page_hashes(&tokens, page_size, prior, partial)).or_raise()?;
+    let digests = detached(py, || kv_planner::page_hashes(&tokens, page_size, prior, partial))?;
     let hex = |digest: [u8; 32]| -> String { digest.iter().map(|byte| format!("{byte:02x}")).collect() };
     PyTuple::new(py, digests.into_iter().map(hex).collect::<Vec<_>>())
 }

@@ -6,7 +6,7 @@ use numpy::PyArray1;
 use pyo3::prelude::*;
 
 use crate::arrays::{array, count};
-use crate::errors::OrRaise;
+use crate::errors::guarded;
 
 type Pages = Py<PyArray1<i64>>;
 
@@ -214,7 +214,7 @@ impl PyTierCounts {
     ) -> PyResult<Self> {
         let (capacity, held) = (count("capacity", capacity)?, count("held", held)?);
         let (evictable, protected) = (count("evictable", evictable)?, count("protected", protected)?);
-        Ok(PyTierCounts(TierCounts::new(capacity, held, evictable, protected).or_raise()?))
+        Ok(PyTierCounts(guarded(|| TierCounts::new(capacity, held, evictable, protected))?))
     }
 
     #[getter]

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::arrays::{array, count, count_or, fill as read_fill, indices};
-use crate::errors::OrRaise;
+use crate::errors::{OrRaise, guarded};
 
 /// One input of a step: rows of equal width.
 ///
@@ -20,8 +20,9 @@ use crate::errors::OrRaise;
 ///     fill: Value of padded rows.
 ///
 /// Raises:
-///     RowLayoutError: An empty field, or a fill that the dtype does not represent. Reading `offset` of a field that is
-///         in no layout raises it too.
+///     RowLayoutError: An empty field, or a fill that the dtype does not represent: beyond an integer's range, beyond a
+///         float's largest number, an infinity where the dtype has none. Reading `offset` of a field that is in no layout
+///         raises it too.
 #[pyclass(frozen, eq, hash, module = "kv_planner", name = "RowField")]
 #[derive(PartialEq, Eq, Hash)]
 pub struct PyRowField(RowField);
@@ -42,7 +43,8 @@ impl PyRowField {
     ) -> PyResult<Self> {
         let fill = fill.map_or(Ok(Fill::Int(0)), |given| read_fill("fill", given))?;
         let (rows, width) = (count("rows", rows)?, count_or("width", width, 1)?);
-        Ok(PyRowField(RowField::new(name, DType::parse(dtype).or_raise()?, rows, width, fill).or_raise()?))
+        let dtype = DType::parse(dtype).or_raise()?;
+        Ok(PyRowField(guarded(|| RowField::new(name, dtype, rows, width, fill))?))
     }
 
     #[getter]
@@ -112,7 +114,8 @@ impl PyRowLayout {
     fn new(fields: &Bound<'_, PyAny>, alignment: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
         let fields: PyResult<Vec<RowField>> =
             fields.try_iter()?.map(|item| Ok(item?.cast::<PyRowField>()?.get().0.clone())).collect();
-        Ok(PyRowLayout(RowLayout::new(fields?, count_or("alignment", alignment, 64)?).or_raise()?))
+        let (fields, alignment) = (fields?, count_or("alignment", alignment, 64)?);
+        Ok(PyRowLayout(guarded(|| RowLayout::new(fields, alignment))?))
     }
 
     #[getter]
@@ -167,7 +170,7 @@ pub fn select_index(
 ) -> PyResult<Py<PyArray1<i64>>> {
     let drafts = indices("num_correct_drafts", num_correct_drafts)?;
     let (rows, width, front) = (count("rows", rows)?, count("width", width)?, count_or("front", front, 0)?);
-    array(py, kv_planner::select_index(&drafts, rows, width, front).or_raise()?)
+    array(py, guarded(|| kv_planner::select_index(&drafts, rows, width, front))?)
 }
 
 /// Returns the pages that tokens fill, the last perhaps in part.
@@ -176,7 +179,8 @@ pub fn select_index(
 ///     LengthError: A page size of 0.
 #[pyfunction]
 pub fn page_count(tokens: &Bound<'_, PyAny>, page_size: &Bound<'_, PyAny>) -> PyResult<u64> {
-    kv_planner::page_count(count("tokens", tokens)?, count("page_size", page_size)?).or_raise()
+    let (tokens, page_size) = (count("tokens", tokens)?, count("page_size", page_size)?);
+    guarded(|| kv_planner::page_count(tokens, page_size))
 }
 
 /// Returns the KV lengths that attention reads in a verify step. Mutates nothing.
@@ -184,14 +188,16 @@ pub fn page_count(tokens: &Bound<'_, PyAny>, page_size: &Bound<'_, PyAny>) -> Py
 /// Args:
 ///     kind: Who counts the window: "eagle" and "mtp" lengths still lack it, "dflash" and "dspark" lengths include it,
 ///         "none" has no window.
-///     prefix_lens: Published lengths. Shape: [rows]; dtype int32 or int64.
+///     prefix_lens: Published lengths. Shape: [rows]; dtype int32 or int64. A live row has at least one committed token;
+///         0 is a padded row.
 ///     window: Tokens of a request in the step.
 ///
 /// Returns:
-///     Shape: [rows]; dtype int64; read-only.
+///     Shape: [rows]; dtype int64; read-only. Padded rows stay 0.
 ///
 /// Raises:
-///     LengthError: A negative length, or one that leaves int64.
+///     LengthError: A negative length, one that leaves int64, or, where lengths include the window, one that is not 0 and
+///         below it.
 #[pyfunction]
 #[pyo3(signature = (kind, prefix_lens, *, window))]
 pub fn kv_lengths(
@@ -202,7 +208,8 @@ pub fn kv_lengths(
 ) -> PyResult<Py<PyArray1<i64>>> {
     let kind = SpeculativeKind::parse(kind).or_raise()?;
     let lengths = indices("prefix_lens", prefix_lens)?;
-    array(py, kv_planner::kv_lengths(kind, &lengths, count("window", window)?).or_raise()?)
+    let window = count("window", window)?;
+    array(py, guarded(|| kv_planner::kv_lengths(kind, &lengths, window))?)
 }
 
 /// Returns the first global id of draft layers: after the whole model's layers, the same on every stage.
@@ -224,5 +231,6 @@ pub fn split_heads(
     tp_size: &Bound<'_, PyAny>,
 ) -> PyResult<(u64, u64)> {
     let (total, rank) = (count("total_heads", total_heads)?, count("tp_rank", tp_rank)?);
-    kv_planner::split_heads(total, rank, count("tp_size", tp_size)?).or_raise()
+    let size = count("tp_size", tp_size)?;
+    guarded(|| kv_planner::split_heads(total, rank, size))
 }

@@ -231,7 +231,9 @@ def test_numpy_numbers_are_numbers() -> None:
 
 
 def test_results_are_owned_and_read_only() -> None:
-    plan = kp.Plan(kp.agree(build_rank(LAYOUT, [0]), build_rank(LAYOUT, [0], base=2**40)).route(), kp.Runs([1], [2]))
+    plan = kp.Plan(
+        kp.agree(build_rank(LAYOUT, [0, 1, 2]), build_rank(LAYOUT, [0, 1, 2], base=2**40)).route(), kp.Runs([1], [2])
+    )
     arrays = [*kp.Runs([1], [2]).arrays(), kp.lower(plan).batches[0].source, kp.select_index([0], rows=2, width=1)]
     for array in arrays:
         with pytest.raises(ValueError, match="read-only"):

@@ -45,7 +45,7 @@ EXAMPLES: dict[str, Callable[[], object]] = {
     "InconsistentDeployment": lambda: kp.Deployment([WHOLE, WHOLE]),
     "IncompleteDeployment": lambda: kp.Deployment([build_rank(LAYOUT, [0])]),
     "LayoutMismatch": lambda: kp.agree(
-        WHOLE, build_rank(kp.ModelLayout(LAYOUT.components, page_size=4, fingerprint="other"), [0])
+        WHOLE, build_rank(kp.ModelLayout(LAYOUT.components, page_size=4, fingerprint="other"), [0, 1])
     ),
     "UnsupportedPlacement": lambda: kp.agree(WHOLE, build_rank(LAYOUT, [0], kp.Placement(dcp_size=2))),
     "HeadsDoNotSplit": lambda: kp.split_heads(3, tp_rank=0, tp_size=2),
@@ -69,8 +69,14 @@ EXAMPLES: dict[str, Callable[[], object]] = {
 }
 
 
-def test_every_kind_has_an_example() -> None:
-    assert sorted(EXAMPLES) == sorted(_native.ERROR_KINDS)
+def test_every_kind_but_a_defect_of_our_own_has_an_example() -> None:
+    assert sorted([*EXAMPLES, "InternalError"]) == sorted(_native.ERROR_KINDS)
+
+
+def test_a_defect_is_a_runtime_error_too() -> None:
+    assert issubclass(kp.InternalError, kp.PlanError) and issubclass(kp.InternalError, RuntimeError)
+    error = kp.InternalError("text", local="a panic")
+    assert pickle.loads(pickle.dumps(error)).local == "a panic"
 
 
 def test_every_class_is_a_kind_or_a_base() -> None:

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from kv_transfer.engine import TransferHandle as TransferHandle
     from kv_transfer.engine import TransferState as TransferState
     from kv_transfer.engine import TransferStatus as TransferStatus
+    from kv_transfer.errors import ArgumentError as ArgumentError
     from kv_transfer.errors import CoverageError as CoverageError
     from kv_transfer.errors import EngineError as EngineError
     from kv_transfer.errors import EngineUnavailable as EngineUnavailable
     from kv_transfer.errors import MessageTooLarge as MessageTooLarge
+    from kv_transfer.errors import PageHeld as PageHeld
     from kv_transfer.errors import PeerLost as PeerLost
     from kv_transfer.errors import PeerRefused as PeerRefused
     from kv_transfer.errors import ProtocolError as ProtocolError
@@ -55,10 +57,12 @@ _HOMES = {
     "config": ("Limits", "Timeouts"),
     "engine": ("EngineCapabilities", "TransferEngine", "TransferHandle", "TransferState", "TransferStatus"),
     "errors": (
+        "ArgumentError",
         "CoverageError",
         "EngineError",
         "EngineUnavailable",
         "MessageTooLarge",
+        "PageHeld",
         "PeerLost",
         "PeerRefused",
         "ProtocolError",
@@ -84,6 +88,7 @@ _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "PROTOCOL_VERSION",
+    "ArgumentError",
     "CoverageError",
     "EngineCapabilities",
     "EngineError",
@@ -91,6 +96,7 @@ __all__ = [
     "Isolation",
     "Limits",
     "MessageTooLarge",
+    "PageHeld",
     "PeerLost",
     "PeerRefused",
     "ProtocolError",

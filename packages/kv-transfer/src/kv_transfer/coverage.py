@@ -23,22 +23,24 @@ class Coverage:
 
     Args:
         layers: What the route to the receiver holds.
-        pages: Pages of the request.
+        pages: Pages that are to be sent.
+        first_page: Index of the first of them within the request.
     """
 
-    def __init__(self, layers: Sequence[Layer], pages: int) -> None:
+    def __init__(self, layers: Sequence[Layer], pages: int, first_page: int = 0) -> None:
         """Nothing is claimed yet."""
+        self._first = first_page
         self._layers = tuple(layers)
         self._rows = {layer: index for index, layer in enumerate(self._layers)}
         self._claimed = np.zeros((len(self._layers), pages), np.bool_)
 
     @property
     def pages(self) -> int:
-        """Pages of the request."""
+        """Pages that are to be sent."""
         return int(self._claimed.shape[1])
 
     def claim(self, layers: Iterable[Layer], start: int, count: int) -> None:
-        """Marks pages [start, start + count) of `layers`; all of them or none.
+        """Marks pages [start, start + count) of the request, of `layers`; all of them or none.
 
         Raises:
             CoverageError: One of them was claimed before; it is named.
@@ -46,7 +48,8 @@ class Coverage:
         rows = [self._rows[layer] for layer in layers]
         if not rows or count == 0:
             return
-        window = self._claimed[rows, start : start + count]
+        begin = start - self._first
+        window = self._claimed[rows, begin : begin + count]
         if window.any():
             cells = tuple((*self._layers[rows[int(row)]], start + int(page)) for row, page in np.argwhere(window)[:16])
             part, layer, page = cells[0]
@@ -55,13 +58,13 @@ class Coverage:
                 cells=cells,
                 remedy="send each page of each layer once",
             )
-        self._claimed[rows, start : start + count] = True
+        self._claimed[rows, begin : begin + count] = True
 
     def check_complete(self) -> None:
         """Raises `CoverageError` unless every page of every layer was claimed; names the first gaps."""
         gaps = np.argwhere(~self._claimed)
         if len(gaps):
-            cells = tuple((*self._layers[int(row)], int(page)) for row, page in gaps[:16])
+            cells = tuple((*self._layers[int(row)], self._first + int(page)) for row, page in gaps[:16])
             part, layer, page = cells[0]
             raise CoverageError(
                 f"{part} layer {layer}, page {page} of the request was never sent ({len(gaps)} such pairs of "

@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from kv_transfer.messages import DifferenceRecord
 
 __all__ = [
+    "ArgumentError",
     "CoverageError",
     "EngineError",
     "EngineUnavailable",
     "MessageTooLarge",
+    "PageHeld",
     "PeerLost",
     "PeerRefused",
     "ProtocolError",
@@ -60,6 +62,10 @@ class TransferError(Exception):
         self.remote = remote
         self.consequence = consequence
         self.remedy = remedy
+
+
+class ArgumentError(TransferError, ValueError):
+    """An argument that is no number of its kind, or out of range."""
 
 
 class ProtocolError(TransferError, ValueError):
@@ -143,6 +149,21 @@ class CoverageError(TransferError, ValueError):
 
 class SessionStateError(TransferError, RuntimeError):
     """A call that the state of a session or an endpoint does not allow."""
+
+
+class PageHeld(SessionStateError):
+    """A destination page that a room holds, or a writer of an ended one.
+
+    Attributes:
+        page: The page id.
+        holder: The room that holds it.
+    """
+
+    def __init__(self, message: str, *, page: int, holder: str, consequence: str, remedy: str) -> None:
+        """Keeps the page and its room."""
+        super().__init__(message, consequence=consequence, remedy=remedy)
+        self.page = page
+        self.holder = holder
 
 
 class UnsupportedLayout(TransferError, ValueError):

@@ -6,12 +6,13 @@ Compares through kv_planner; it knows no sockets and keeps no peers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import kv_planner
 
 from kv_transfer.coverage import Layer
 from kv_transfer.errors import PeerRefused, ProtocolError, ProtocolVersionError, UnsupportedLayout
+from kv_transfer.faults import is_fault
 from kv_transfer.messages import DifferenceRecord, Refusal, RefusalCode
 
 __all__ = [
@@ -20,8 +21,9 @@ __all__ = [
     "agree_pair",
     "agree_whole",
     "as_refusal",
-    "check_engine",
+    "check_expected",
     "check_movable",
+    "check_side",
     "parse_manifest",
     "refusal_error",
     "refusal_message",
@@ -69,10 +71,11 @@ class RouteSummary:
         return cls(tuple(layers), sum(pair.rows * pair.row_bytes for pair in route.pairs))
 
 
-def check_movable(manifest: kv_planner.RankManifest) -> None:
-    """Raises `UnsupportedLayout` when a component is not organised in pages."""
+def check_movable(manifest: kv_planner.RankManifest, parts: Iterable[kv_planner.Part]) -> None:
+    """Raises `UnsupportedLayout` when a component of `parts` is not organised in pages."""
+    wanted = set(parts)
     for spec in manifest.layout.components:
-        if spec.item_kind != "page":
+        if spec.part in wanted and spec.item_kind != "page":
             raise UnsupportedLayout(
                 f"{spec.part} {spec.component}: its items are {spec.item_kind!r}, only pages are moved",
                 local=spec.item_kind,
@@ -81,8 +84,8 @@ def check_movable(manifest: kv_planner.RankManifest) -> None:
             )
 
 
-def parse_manifest(text: str) -> kv_planner.RankManifest:
-    """A manifest from the wire.
+def parse_manifest(text: str, parts: Iterable[kv_planner.Part]) -> kv_planner.RankManifest:
+    """A manifest from the wire, of which `parts` are to be moved.
 
     Raises:
         PeerRefused: It is malformed, or of a kind that is not moved.
@@ -92,32 +95,28 @@ def parse_manifest(text: str) -> kv_planner.RankManifest:
     except ValueError as error:
         raise PeerRefused(f"the manifest is malformed: {error}", code=RefusalCode.MALFORMED.value) from error
     try:
-        check_movable(manifest)
+        check_movable(manifest, parts)
     except UnsupportedLayout as error:
         raise PeerRefused(str(error), code=RefusalCode.UNSUPPORTED.value) from error
     return manifest
 
 
-def check_engine(local: str, remote: str) -> None:
-    """Raises `PeerRefused` when the sides use different engines."""
-    if local != remote:
-        raise PeerRefused(
-            f"transfer engines differ: local {local!r}, remote {remote!r}; no bytes could be moved",
-            code=RefusalCode.ENGINE.value,
-            remedy="create the same engine on both sides",
-        )
-
-
-def agree_pair(local: kv_planner.RankManifest, remote: kv_planner.RankManifest) -> kv_planner.Agreement:
-    """Agreement of two ranks, source = local.
+def agree_pair(
+    local: kv_planner.RankManifest, remote: kv_planner.RankManifest, parts: Sequence[kv_planner.Part]
+) -> kv_planner.Agreement:
+    """Agreement of two ranks on `parts`, source = local.
 
     Raises:
-        PeerRefused: With every difference, seen from here.
+        PeerRefused: With every difference, seen from here; a rank that lacks what its placement says is one.
     """
-    return _agree(local, remote)
+    return _agree(local, remote, parts)
 
 
-def agree_whole(local: kv_planner.RankManifest, prefill: Sequence[kv_planner.RankManifest]) -> kv_planner.Agreement:
+def agree_whole(
+    local: kv_planner.RankManifest,
+    prefill: Sequence[kv_planner.RankManifest],
+    parts: Sequence[kv_planner.Part],
+) -> kv_planner.Agreement:
     """Agreement of a receiver with its whole prefill side, source = prefill.
 
     Raises:
@@ -132,13 +131,80 @@ def agree_whole(local: kv_planner.RankManifest, prefill: Sequence[kv_planner.Ran
         raise PeerRefused(
             f"the prefill side of ranks {ranks} is not whole: {error}", code=RefusalCode.DEPLOYMENT.value
         ) from error
-    return _agree(local, deployment).reversed()
+    return _agree(local, deployment, parts).reversed()
 
 
-def as_refusal(error: PeerRefused | ProtocolError) -> PeerRefused:
-    """What an error in a peer's words means for the peer: it is refused."""
+def check_side(manifest: kv_planner.RankManifest, prefill_ranks: int) -> None:
+    """Compares the size of a rank's side with what the receiver waits for.
+
+    Raises:
+        PeerRefused: Another number of ranks, or more than one data-parallel group.
+    """
+    rank, place = Rank.of(manifest), manifest.placement
+    if place.dp_size > 1:
+        raise PeerRefused(
+            f"dp_size: rank {rank} says that its side has {place.dp_size} data-parallel groups, a receiver serves one; "
+            f"which group has a request would be unknown",
+            code=RefusalCode.DEPLOYMENT.value,
+            remedy="take each group for a prefill side of its own, with its Receivers: Placement(dp_rank=0, dp_size=1)",
+        )
+    world = place.pp_size * place.tp_size * place.dcp_size
+    if world != prefill_ranks:
+        raise PeerRefused(
+            f"prefill_ranks: this receiver waits for {prefill_ranks} ranks, rank {rank} says its side has "
+            f"{world} (pp {place.pp_size} x tp {place.tp_size} x dcp {place.dcp_size})",
+            code=RefusalCode.DEPLOYMENT.value,
+            remedy="give Receiver the number of ranks of the prefill side",
+        )
+
+
+def check_expected(rank: Rank, own: RouteSummary, expected: RouteSummary) -> None:
+    """Compares what `rank` would send, seen from itself, with what the receiver of the whole side waits for.
+
+    A rank of which nothing is awaited fits: it is offered no pages.
+
+    Raises:
+        PeerRefused: They differ; both values are named.
+    """
+    pairs = [
+        ("layers", _names(own.layers), _names(expected.layers)),
+        ("bytes per page", str(own.bytes_per_page), str(expected.bytes_per_page)),
+    ]
+    if expected.layers and any(local != remote for _, local, remote in pairs):
+        records = [
+            DifferenceRecord(
+                field=f"{what} that rank {rank} sends",
+                local=_clip(local),
+                remote=_clip(remote),
+                consequence="every room would end as a failure",
+                remedy="give each rank the heads of kv_planner.split_heads, replicas of a head side by side",
+            )
+            for what, local, remote in pairs
+            if local != remote
+        ]
+        raise PeerRefused(
+            f"rank {rank} and the receiver of the whole prefill side disagree about what the rank sends",
+            code=RefusalCode.LAYOUT.value,
+            differences=records,
+        )
+
+
+def as_refusal(error: BaseException) -> PeerRefused:
+    """What an error in a peer's words means for the peer: it is refused, whatever the words broke here.
+
+    Raises:
+        BaseException: `error`, when it asks this process to end.
+    """
     if isinstance(error, PeerRefused):
         return error
+    if not isinstance(error, ProtocolError):
+        if not is_fault(error):
+            raise error
+        return PeerRefused(
+            _clip(f"a message broke its reader: {error!r}"),
+            code=RefusalCode.MALFORMED.value,
+            remedy="install the same versions of kv-transfer and kv-planner on both sides",
+        )
     code = RefusalCode.VERSION if isinstance(error, ProtocolVersionError) else RefusalCode.MALFORMED
     return PeerRefused(str(error), code=code.value)
 
@@ -159,10 +225,12 @@ def refusal_error(message: Refusal, by: str) -> PeerRefused:
 
 
 def _agree(
-    local: kv_planner.RankManifest, remote: kv_planner.RankManifest | kv_planner.Deployment
+    local: kv_planner.RankManifest,
+    remote: kv_planner.RankManifest | kv_planner.Deployment,
+    parts: Sequence[kv_planner.Part],
 ) -> kv_planner.Agreement:
     try:
-        return kv_planner.agree(local, remote)
+        return kv_planner.agree(local, remote, parts=parts)
     except kv_planner.LayoutMismatch as error:
         raise _mismatch(error) from error
     except kv_planner.PlanError as error:
@@ -181,10 +249,14 @@ def _mismatch(error: kv_planner.LayoutMismatch) -> PeerRefused:
         for difference in error.differences
     )
     return PeerRefused(
-        f"the layouts of the two sides differ in {len(records)} fields",
+        f"the layouts or buffers of the two sides do not fit ({len(records)} difference{'s' * (len(records) > 1)})",
         code=RefusalCode.LAYOUT.value,
         differences=records,
     )
+
+
+def _names(layers: Iterable[Layer]) -> str:
+    return ", ".join(f"{part} {layer}" for part, layer in sorted(layers)) or "none"
 
 
 def _clip(text: str) -> str:

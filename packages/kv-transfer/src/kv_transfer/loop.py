@@ -1,12 +1,15 @@
 """One background thread that owns an endpoint's sockets and drives its core.
 
 Public methods of sender and receiver take `lock`, change the core, and call `wake`; waiting threads sleep on `changed`.
-Knows neither messages nor rooms.
+An error that ends the thread reaches whoever waits or calls, and the connection stands until the engine holds no batch
+any more. Knows neither messages nor rooms.
 """
 
 from __future__ import annotations
 
 import abc
+import contextlib
+import logging
 import socket
 import threading
 import time
@@ -15,12 +18,14 @@ from typing import TypeVar
 
 import zmq
 
+from kv_transfer.arguments import check_seconds
 from kv_transfer.config import Limits, Timeouts
 from kv_transfer.errors import SessionStateError, TransferError
 
 __all__ = ["Endpoint"]
 
 _Value = TypeVar("_Value")
+_LOG = logging.getLogger(__name__)
 _MESSAGES_AT_ONCE = 256
 _POLL_ENGINE_SECONDS = 0.001
 
@@ -61,14 +66,17 @@ class Endpoint(abc.ABC):
 
         Returns:
             The value, or None when the time ran out.
+
+        Raises:
+            ArgumentError: The seconds are no finite number from 0 on.
+            SessionStateError: The thread ended by an error, so that nothing would come.
         """
-        deadline = None if seconds is None else time.monotonic() + seconds
+        deadline = None if seconds is None else time.monotonic() + check_seconds("timeout", seconds)
         while True:
-            if self._crash is not None:
-                raise self._crash
             found = value()
             if found is not None:
                 return found
+            self._require_running()
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return None
@@ -82,11 +90,28 @@ class Endpoint(abc.ABC):
         control.setsockopt(zmq.HANDSHAKE_IVL, int(self._timeouts.handshake * 1000))
         return context, control
 
+    def _require_running(self) -> None:
+        """Raises the error that ended the thread, if one did; call with the lock held."""
+        if self._crash is not None:
+            raise self._crash
+
+    def _launch(self, kind: int, attach: Callable[[zmq.Socket[bytes]], object]) -> None:
+        """Opens a socket, attaches it and starts; when one of these fails, nothing stays open."""
+        context, control = self._open_socket(kind)
+        try:
+            attach(control)
+            self._start(context, control)
+        except BaseException:
+            control.close(linger=0)
+            context.term()
+            raise
+
     def _start(self, context: zmq.Context[zmq.Socket[bytes]], control: zmq.Socket[bytes]) -> None:
         self._stopping = False
         self._crash = None
-        self._thread = threading.Thread(target=self._run, args=(context, control), name=self._name, daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(context, control), name=self._name, daemon=True)
+        thread.start()
+        self._thread = thread
 
     def _stop(self) -> None:
         """Lets the core drain, then ends the thread and closes its sockets; call without the lock."""
@@ -104,25 +129,50 @@ class Endpoint(abc.ABC):
             self._wake_out.close()
 
     def _run(self, context: zmq.Context[zmq.Socket[bytes]], control: zmq.Socket[bytes]) -> None:
-        monitor = control.get_monitor_socket(zmq.EVENT_DISCONNECTED) if self._watches_connection() else None
+        monitor: zmq.Socket[bytes] | None = None
         try:
-            try:
-                self._serve(control, monitor)
-            finally:
-                if monitor is not None:
-                    control.disable_monitor()
-                    monitor.close(linger=0)
-                control.close()
-                context.term()
-            self._outlive_sockets()
-        except Exception as error:
-            crash = SessionStateError(f"{self._name}: its thread ended by an error: {error!r}")
-            crash.__cause__ = error
-            with self.lock:
-                self._crash = crash
+            if self._watches_connection():
+                monitor = control.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._serve(control, monitor)
+        except BaseException as error:
+            self._record(error)
+            # Not later: the end of the connection tells the peer that nobody writes any more.
+            self._let_engine_go(control)
+        try:
+            if monitor is not None:
+                control.disable_monitor()
+                monitor.close(linger=0)
+        finally:
+            control.close()
+            context.term()
+            self._let_engine_go(None)
+
+    def _record(self, error: BaseException) -> None:
+        crash = SessionStateError(
+            f"{self._name}: its thread ended by an error: {error!r}",
+            consequence="its rooms have ended",
+            remedy="close it and make a new one",
+        )
+        crash.__cause__ = error
+        with self.lock:
+            self._crash = crash
+            with contextlib.suppress(BaseException):
                 self._crashed(crash)
+            self.changed.notify_all()
+        _LOG.error("%s", crash, exc_info=error)
+
+    def _let_engine_go(self, control: zmq.Socket[bytes] | None) -> None:
+        while True:
+            with self.lock:
+                now = time.monotonic()
+                gone = self._let_go(now)
+                if control is not None:
+                    with contextlib.suppress(BaseException):
+                        self._flush(control, now)
                 self.changed.notify_all()
-            raise
+            if gone:
+                return
+            time.sleep(_POLL_ENGINE_SECONDS)
 
     def _serve(self, control: zmq.Socket[bytes], monitor: zmq.Socket[bytes] | None) -> None:
         """Until the connection is closed, or `_stop` was called and the core has drained."""
@@ -190,7 +240,7 @@ class Endpoint(abc.ABC):
     def _last_words(self) -> None: ...
 
     @abc.abstractmethod
-    def _outlive_sockets(self) -> None: ...
+    def _let_go(self, now: float) -> bool: ...
 
     @abc.abstractmethod
     def _crashed(self, error: TransferError) -> None: ...

@@ -43,6 +43,9 @@ _Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 _Text = Annotated[str, StringConstraints(max_length=65_536)]
 _Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 _Generation = Annotated[int, Field(ge=1, le=2**63 - 1)]
+_Process = Annotated[str, StringConstraints(max_length=256)]
+_Layers = Annotated[tuple[tuple[Literal["target", "draft"], _Count], ...], Field(strict=False)]
+_Parts = Annotated[tuple[Literal["target", "draft"], ...], Field(strict=False, min_length=1, max_length=2)]
 
 
 def _finite(metadata: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -95,22 +98,34 @@ class DifferenceRecord(BaseModel):
 
 
 class Hello(_Message):
-    """Sender's first word: who it is and what it owns."""
+    """Sender's first word: who it is and what it owns.
+
+    Attributes:
+        engine: Name of its engine.
+        session: Session of its engine.
+        manifest: A `kv_planner.RankManifest` as JSON.
+        process: The process that its engine cannot leave; empty when it reaches others.
+        parts: Parts of the model that it sends.
+    """
 
     type: Literal["hello"] = "hello"
     engine: _Name
     session: _Name
     manifest: str
+    process: _Process = ""
+    parts: _Parts = ("target", "draft")
 
 
 class Welcome(_Message):
-    """Receiver's answer to a hello that it agrees with."""
+    """Receiver's answer to a hello that it agrees with; what it says of itself is as in `Hello`."""
 
     type: Literal["welcome"] = "welcome"
     engine: _Name
     session: _Name
     manifest: str
     incarnation: _Generation
+    process: _Process = ""
+    parts: _Parts = ("target", "draft")
 
 
 class Agreed(_Message):
@@ -129,21 +144,31 @@ class Refusal(_Message):
 
 
 class Ready(_Message):
-    """All prefill ranks are there and fit together; `sends` says whether this one has anything to send."""
+    """All prefill ranks are there and fit together.
+
+    Attributes:
+        ranks: How many there are.
+        sends: Whether this one has anything to send.
+        layers: What the receiver waits for from this one: (part, layer id).
+        bytes_per_page: Bytes of it for one page, over all layers and components.
+    """
 
     type: Literal["ready"] = "ready"
     ranks: _Count
     sends: bool
+    layers: _Layers
+    bytes_per_page: _Count
 
 
 class Offer(_Message):
-    """Receiver's pages of a room; page i of the request belongs into pages[i]."""
+    """Receiver's pages of a room; page first_page + i of the request belongs into pages[i]."""
 
     type: Literal["offer"] = "offer"
     room: _Count
     generation: _Generation
     pages: tuple[_Count, ...] = Field(strict=False)
     tokens: _Count
+    first_page: _Count = 0
 
 
 class Done(_Message):

@@ -7,6 +7,7 @@ Thin and thread-safe: what happens is decided in `ReceiverCore` and `ReceiverRoo
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from types import TracebackType
 
 import kv_planner
@@ -14,8 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
+from kv_transfer.arguments import check_seconds, check_whole
 from kv_transfer.config import Limits, Timeouts
 from kv_transfer.engine import TransferEngine
+from kv_transfer.engine_check import require_engine
 from kv_transfer.errors import PeerRefused, SessionStateError, TransferAborted, TransferError, TransferTimeout
 from kv_transfer.handshake import Rank, check_movable
 from kv_transfer.loop import Endpoint
@@ -23,6 +26,7 @@ from kv_transfer.receiver_core import ReceiverCore
 from kv_transfer.receiver_room import ReceiverRoom, TransferResult
 from kv_transfer.regions import register_manifest
 from kv_transfer.states import ReceiverState
+from kv_transfer.terms import ALL_PARTS, Terms
 
 __all__ = ["Receiver", "ReceiverSession"]
 
@@ -35,13 +39,14 @@ class Receiver(Endpoint):
         engine: Through which the ranks write; it stays the caller's and is not closed here.
         bind: ZeroMQ address; loopback and a free port by default. A taken port is an error.
         prefill_ranks: How many distinct prefill ranks there are.
+        parts: Parts of the model to receive; the senders must say the same. Memory of other parts is not registered.
         timeouts: Time limits.
         limits: Size limits.
 
     Raises:
-        ValueError: The address cannot be bound, or there are no prefill ranks.
+        ValueError: The address cannot be bound, or there are no prefill ranks or parts.
         UnsupportedLayout: A component is not organised in pages.
-        EngineError: The engine refused the memory.
+        EngineError: The engine refused the memory, or is none of this version.
     """
 
     def __init__(
@@ -51,19 +56,22 @@ class Receiver(Endpoint):
         *,
         bind: str = "tcp://127.0.0.1:0",
         prefill_ranks: int,
+        parts: Iterable[kv_planner.Part] = ALL_PARTS,
         timeouts: Timeouts | None = None,
         limits: Limits | None = None,
     ) -> None:
         """Registers the memory and listens."""
         if prefill_ranks < 1:
             raise ValueError(f"prefill_ranks: expected at least 1, got {prefill_ranks}")
-        check_movable(manifest)
-        regions = register_manifest(engine, manifest)
+        terms = Terms.of(require_engine(engine), parts)
+        check_movable(manifest, terms.parts)
+        regions = register_manifest(engine, manifest, terms.parts)
         super().__init__(f"kv-transfer-receiver-{Rank.of(manifest)}", timeouts or Timeouts(), limits or Limits())
         self._manifest = manifest
         self._engine = engine
-        self._core = ReceiverCore(manifest, engine.name, engine.session, prefill_ranks, self._timeouts, self._limits)
+        self._core = ReceiverCore(manifest, terms, prefill_ranks, self._timeouts, self._limits)
         self._regions = regions
+        self._parts = terms.parts
         context, control = self._open_socket(zmq.ROUTER)
         control.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
@@ -89,8 +97,13 @@ class Receiver(Endpoint):
 
     @property
     def is_ready(self) -> bool:
-        """Whether all prefill ranks are there now."""
+        """Whether all prefill ranks are there now.
+
+        Raises:
+            SessionStateError: The receiver's thread ended by an error.
+        """
         with self.lock:
+            self._require_running()
             return self._core.is_ready
 
     @property
@@ -143,7 +156,13 @@ class Receiver(Endpoint):
             return refusals
 
     def open(
-        self, room: int, destination_pages: npt.ArrayLike, *, tokens: int | None = None, timeout: float | None = None
+        self,
+        room: int,
+        destination_pages: npt.ArrayLike,
+        *,
+        tokens: int | None = None,
+        first_page: int = 0,
+        timeout: float | None = None,
     ) -> ReceiverSession:
         """Offers pages for a request to all prefill ranks that have something to send.
 
@@ -151,26 +170,32 @@ class Receiver(Endpoint):
             room: Number of the request, 0 included; free again when the session's pages are released.
             destination_pages: Page ids of this rank's pool, in the order of the request. Shape: [n]; dtype int32 or
                 int64.
-            tokens: Tokens of the prompt; when given they must need exactly these pages.
+            tokens: Tokens of the whole prompt; when given, its pages from `first_page` on must be exactly these.
+            first_page: Index of the first of these pages within the request: the pages before it are here already, by a
+                prefix hit. It travels in the offer; the sender's `start` counts from the prompt's first page.
             timeout: Seconds until the room is given up; `Timeouts.transfer` by default.
 
         Raises:
+            ArgumentError: `room`, `tokens`, `first_page` or `timeout` is no number of its kind, or out of range.
+            PageHeld: Another room holds one of the pages, or a writer of a room that has ended.
             kv_planner.PlanError: Reserved, negative or doubled pages.
             ValueError: Pages outside the pool, or not as many as the tokens need.
             PeerLost: A prefill rank is gone.
             SessionStateError: Not ready, or the room is in use.
         """
+        room = check_whole("room", room, 2**63 - 1)
+        first_page = check_whole("first_page", first_page, 2**31 - 1)
+        tokens = None if tokens is None else check_whole("tokens", tokens, 2**63 - 1)
+        seconds = self._timeouts.transfer if timeout is None else check_seconds("timeout", timeout)
         pages = np.asarray(destination_pages)
         if pages.size == 0:
             pages = pages.astype(np.int64)
         kv_planner.Runs(pages, pages)
-        self._check_pages(pages, tokens)
-        if not 0 <= room < 2**63:
-            raise ValueError(f"room: expected 0 to 2**63 - 1, got {room}")
-        count = len(pages) * self._manifest.layout.page_size if tokens is None else tokens
-        seconds = self._timeouts.transfer if timeout is None else timeout
+        self._check_pages(pages, tokens, first_page)
+        count = (first_page + len(pages)) * self._manifest.layout.page_size if tokens is None else tokens
         with self.lock:
-            opened = self._core.open_room(room, pages.tolist(), count, time.monotonic(), seconds)
+            self._require_running()
+            opened = self._core.open_room(room, pages.tolist(), count, time.monotonic(), seconds, first_page)
             self.wake()
         return ReceiverSession(self, opened)
 
@@ -208,16 +233,18 @@ class Receiver(Endpoint):
             self._core.fail_room(room, error)
             self.wake()
 
-    def _check_pages(self, pages: npt.NDArray[np.integer], tokens: int | None) -> None:
+    def _check_pages(self, pages: npt.NDArray[np.integer], tokens: int | None, first_page: int) -> None:
         page_size = self._manifest.layout.page_size
         if tokens is not None:
             needed = kv_planner.page_count(tokens, page_size)
-            if needed != len(pages):
+            if needed != first_page + len(pages):
                 raise ValueError(
-                    f"destination_pages: {tokens} tokens need {needed} pages of {page_size}, got {len(pages)}; "
-                    f"pages would be missing or left undefined; allocate page_count(tokens, page_size) pages"
+                    f"destination_pages: {tokens} tokens need {needed} pages of {page_size}, got {len(pages)} from "
+                    f"page {first_page} on; pages would be missing or left undefined; give "
+                    f"page_count(tokens, page_size) - first_page pages"
                 )
-        items = min((entry.items for entry in self._manifest.entries), default=0)
+        entries = (entry for entry in self._manifest.entries if entry.part in self._parts and entry.item_bytes)
+        items = min((entry.items for entry in entries), default=0)
         top = int(pages.max()) if len(pages) else 0
         if top >= items and len(pages):
             raise ValueError(
@@ -269,8 +296,8 @@ class Receiver(Endpoint):
     def _last_words(self) -> None:
         self._core.say_bye()
 
-    def _outlive_sockets(self) -> None:
-        return
+    def _let_go(self, now: float) -> bool:
+        return True
 
     def _crashed(self, error: TransferError) -> None:
         self._core.fail_all(error)

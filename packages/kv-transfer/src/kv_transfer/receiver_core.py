@@ -27,7 +27,7 @@ from kv_transfer.handshake import (
     agree_pair,
     agree_whole,
     as_refusal,
-    check_engine,
+    check_side,
     parse_manifest,
     refusal_error,
     refusal_message,
@@ -48,10 +48,12 @@ from kv_transfer.messages import (
     decode,
     encode,
 )
+from kv_transfer.page_holds import PageHolds
 from kv_transfer.receiver_peer import Peer
 from kv_transfer.receiver_room import ReceiverRoom, Writer
 from kv_transfer.silence import Silence
 from kv_transfer.states import PEER_STEPS, PeerPhase, StateMachine
+from kv_transfer.terms import Terms
 
 __all__ = ["ReceiverCore"]
 
@@ -63,8 +65,7 @@ class ReceiverCore:
 
     Args:
         manifest: What this rank owns.
-        engine: Name of the engine.
-        session: Session of the engine.
+        terms: Engine, process and parts.
         prefill_ranks: How many distinct prefill ranks there are.
         timeouts: Heartbeat, loss and transfer limits.
         limits: Sizes.
@@ -73,8 +74,7 @@ class ReceiverCore:
     def __init__(
         self,
         manifest: kv_planner.RankManifest,
-        engine: str,
-        session: str,
+        terms: Terms,
         prefill_ranks: int,
         timeouts: Timeouts,
         limits: Limits,
@@ -87,8 +87,7 @@ class ReceiverCore:
         self.closed: TransferError | None = None
         self.late_messages = 0
         self._manifest = manifest
-        self._engine = engine
-        self._session = session
+        self._terms = terms
         self._prefill_ranks = prefill_ranks
         self._timeouts = timeouts
         self._limits = limits
@@ -97,6 +96,7 @@ class ReceiverCore:
         self._lost: dict[Rank, PeerLost] = {}
         self._second_hellos: list[tuple[float, bytes, Hello]] = []
         self._generation = 0
+        self._holds = PageHolds()
         self._incarnation = 0
 
     @property
@@ -135,7 +135,7 @@ class ReceiverCore:
                     )
             else:
                 self._handle(identity, peer, message, now)
-        except (PeerRefused, ProtocolError) as error:
+        except BaseException as error:
             self._refuse(identity, as_refusal(error))
         self._collect()
 
@@ -176,12 +176,15 @@ class ReceiverCore:
                 )
         self._collect()
 
-    def open_room(self, room: int, pages: Sequence[int], tokens: int, now: float, timeout: float) -> ReceiverRoom:
+    def open_room(
+        self, room: int, pages: Sequence[int], tokens: int, now: float, timeout: float, first_page: int = 0
+    ) -> ReceiverRoom:
         """Offers pages to every rank that has something to send.
 
         Raises:
             PeerLost: A prefill rank is gone.
             SessionStateError: Not ready, or the room is still held by an earlier use.
+            PageHeld: A room holds one of the pages.
             MessageTooLarge: The offer does not fit into a message.
         """
         if self.closed is not None:
@@ -195,8 +198,10 @@ class ReceiverCore:
                 local=known.state.value,
                 remedy="wait until its pages are released, or use another room",
             )
-        offer = Offer(room=room, generation=self._generation + 1, pages=tuple(pages), tokens=tokens)
+        generation = self._generation + 1
+        offer = Offer(room=room, generation=generation, pages=tuple(pages), tokens=tokens, first_page=first_page)
         encode(offer, self._limits)
+        self._holds.take(f"room {room} (generation {generation})", offer.pages)
         self._generation += 1
         writers = {
             peer.rank: Writer(identity, peer.summary)
@@ -236,18 +241,10 @@ class ReceiverCore:
     def _hello(self, identity: bytes, message: Hello, now: float, *, probed: bool = False) -> None:
         if identity in self._peers:
             raise ProtocolError("a second hello on one connection")
-        check_engine(self._engine, message.engine)
-        manifest = parse_manifest(message.manifest)
+        self._terms.check(message)
+        manifest = parse_manifest(message.manifest, self._terms.parts)
         rank = Rank.of(manifest)
-        place = manifest.placement
-        world = place.pp_size * place.tp_size * place.dcp_size
-        if world != self._prefill_ranks:
-            raise PeerRefused(
-                f"prefill_ranks: this receiver waits for {self._prefill_ranks} ranks, rank {rank} says its side has "
-                f"{world} (pp {place.pp_size} x tp {place.tp_size} x dcp {place.dcp_size})",
-                code=RefusalCode.DEPLOYMENT.value,
-                remedy="give Receiver the number of ranks of the prefill side",
-            )
+        check_side(manifest, self._prefill_ranks)
         for other_identity, other in self._peers.items():
             if other.rank == rank and other.phase in (PeerPhase.WELCOMED, PeerPhase.MEMBER):
                 if not probed:
@@ -259,17 +256,19 @@ class ReceiverCore:
                     code=RefusalCode.RANK_TAKEN.value,
                     remedy="give each prefill process its own rank, or end the first one",
                 )
-        agree_pair(self._manifest, manifest)
+        agree_pair(self._manifest, manifest, self._terms.parts)
         machine = StateMachine(f"peer {rank}", PEER_STEPS, PeerPhase.WELCOMED)
         self._peers[identity] = Peer(rank, manifest, machine, Silence(self._timeouts, now))
         self._incarnation += 1
         self._post(
             identity,
             Welcome(
-                engine=self._engine,
-                session=self._session,
+                engine=self._terms.engine,
+                session=self._terms.session,
                 manifest=self._manifest.to_json(),
                 incarnation=self._incarnation,
+                process=self._terms.process,
+                parts=self._terms.parts,
             ),
         )
 
@@ -280,7 +279,7 @@ class ReceiverCore:
         for _, identity, message in due:
             try:
                 self._hello(identity, message, now, probed=True)
-            except (PeerRefused, ProtocolError) as error:
+            except BaseException as error:
                 self._refuse(identity, as_refusal(error))
 
     def _handle(self, identity: bytes, peer: Peer, message: Message, now: float) -> None:
@@ -314,7 +313,7 @@ class ReceiverCore:
             return
         manifests = [self._peers[identity].manifest for _, identity in members]
         try:
-            agreement = agree_whole(self._manifest, manifests)
+            agreement = agree_whole(self._manifest, manifests, self._terms.parts)
         except PeerRefused as error:
             for _, identity in members:
                 self._refuse(identity, error)
@@ -323,7 +322,13 @@ class ReceiverCore:
         for rank, identity in members:
             summary = RouteSummary.of(agreement.route(order[rank], 0))
             self._peers[identity].summary = summary
-            self._post(identity, Ready(ranks=len(members), sends=bool(summary.layers)))
+            ready = Ready(
+                ranks=len(members),
+                sends=bool(summary.layers),
+                layers=summary.layers,
+                bytes_per_page=summary.bytes_per_page,
+            )
+            self._post(identity, ready)
         self._ready = True
 
     def _refuse(self, identity: bytes, error: PeerRefused) -> None:
@@ -381,6 +386,7 @@ class ReceiverCore:
                 identity, message = room.outgoing.popleft()
                 self._post(identity, message)
             if room.is_terminal:
+                self._holds.give(room.offer.pages)
                 del self.rooms[number]
 
     def _post(self, identity: bytes, message: Message) -> None:

@@ -28,8 +28,8 @@ class TransferResult:
     Attributes:
         room: Its number.
         generation: Which use of the number this was.
-        tokens: As given to `open`.
-        pages: Pages of the request.
+        tokens: As given to `open`, of the whole prompt.
+        pages: Pages that were offered.
         nbytes: Bytes over all ranks.
         blocks: Blocks over all ranks.
         metadata: What each rank passed to `finish`.

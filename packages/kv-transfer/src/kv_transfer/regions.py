@@ -5,6 +5,7 @@ Pure bookkeeping over integers with its own lock; it never touches the memory.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable
 
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.engine import TransferEngine
-from kv_transfer.errors import EngineError, RegionError
+from kv_transfer.errors import RegionError
 
 __all__ = ["RegionTable", "merge_regions", "register_manifest"]
 
@@ -151,8 +152,12 @@ def merge_regions(regions: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], 
     return tuple(merged)
 
 
-def register_manifest(engine: TransferEngine, manifest: kv_planner.RankManifest) -> tuple[int, ...]:
-    """Registers the memory of all entries of a rank, neighbours joined.
+def register_manifest(
+    engine: TransferEngine,
+    manifest: kv_planner.RankManifest,
+    parts: Iterable[kv_planner.Part] = ("target", "draft"),
+) -> tuple[int, ...]:
+    """Registers the memory of a rank's entries of `parts`, neighbours joined; other memory stays closed to peers.
 
     All or nothing: when one range is refused, those before it are taken back.
 
@@ -162,14 +167,16 @@ def register_manifest(engine: TransferEngine, manifest: kv_planner.RankManifest)
     Raises:
         EngineError: The engine refused a range.
     """
-    regions = merge_regions({(entry.address, entry.nbytes) for entry in manifest.entries})
+    wanted = set(parts)
+    regions = merge_regions({(entry.address, entry.nbytes) for entry in manifest.entries if entry.part in wanted})
     done: list[int] = []
     try:
         for address, nbytes in regions:
             engine.register(address, nbytes)
             done.append(address)
-    except EngineError:
+    except BaseException:
         for address in done:
-            engine.unregister(address)
+            with contextlib.suppress(Exception):
+                engine.unregister(address)
         raise
     return tuple(done)

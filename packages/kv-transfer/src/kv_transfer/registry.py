@@ -9,7 +9,8 @@ import importlib
 import threading
 
 from kv_transfer.engine import TransferEngine
-from kv_transfer.errors import EngineError
+from kv_transfer.engine_check import require_engine
+from kv_transfer.errors import EngineError, EngineUnavailable
 
 __all__ = ["create_engine", "engine_names", "register_engine"]
 
@@ -53,9 +54,9 @@ def create_engine(name: str, **options: object) -> TransferEngine:
         **options: Passed to the engine's class.
 
     Raises:
-        EngineError: No engine has this name.
-        EngineUnavailable: Its library cannot be loaded here; the text says what to install.
-        TypeError: The factory returned something that is no `TransferEngine`.
+        EngineError: No engine has this name, or the factory returned something that is no `TransferEngine` of this
+            version.
+        EngineUnavailable: Its factory cannot be imported, or its library cannot be loaded here.
     """
     with _LOCK:
         factory = _FACTORIES.get(name)
@@ -66,7 +67,16 @@ def create_engine(name: str, **options: object) -> TransferEngine:
             remedy=f"use one of {', '.join(engine_names())}, or register_engine() yours",
         )
     module, _, attribute = factory.partition(":")
-    engine = getattr(importlib.import_module(module), attribute)(**options)
-    if not isinstance(engine, TransferEngine):
-        raise TypeError(f"{factory}: returned {type(engine).__name__}, which does not satisfy TransferEngine")
-    return engine
+    try:
+        make = getattr(importlib.import_module(module), attribute)
+    except EngineError:
+        raise
+    except Exception as error:
+        # A module may fail in any way while it is imported: a missing package, a system library, its own code.
+        raise EngineUnavailable(
+            f"transfer engine {name!r}: {factory!r} cannot be imported: {type(error).__name__}: {error}",
+            local=factory,
+            consequence="no bytes can be moved with it",
+            remedy="install the package that provides it, or correct the import string given to register_engine()",
+        ) from error
+    return require_engine(make(**options))

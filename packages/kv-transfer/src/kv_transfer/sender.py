@@ -15,8 +15,10 @@ import numpy.typing as npt
 import zmq
 from pydantic import JsonValue
 
+from kv_transfer.arguments import check_seconds, check_whole
 from kv_transfer.config import Limits, Timeouts
 from kv_transfer.engine import TransferEngine
+from kv_transfer.engine_check import require_engine
 from kv_transfer.errors import SessionStateError, TransferAborted, TransferError, TransferTimeout
 from kv_transfer.handshake import Rank, check_movable
 from kv_transfer.loop import Endpoint
@@ -24,6 +26,7 @@ from kv_transfer.regions import register_manifest
 from kv_transfer.sender_core import SenderCore
 from kv_transfer.sender_room import SenderRoom
 from kv_transfer.states import SenderPhase, SenderState
+from kv_transfer.terms import ALL_PARTS, check_parts
 
 __all__ = ["Sender", "SenderSession"]
 
@@ -35,12 +38,15 @@ class Sender(Endpoint):
         manifest: What this rank owns; its memory is registered with the engine until `close`.
         engine: Moves the bytes; it stays the caller's and is not closed here.
         endpoint: The receiver's `endpoint`.
+        parts: Parts of the model to send; the receiver must say the same. ["target"] lets a prefill side without a
+            draft serve a decode side with one.
         timeouts: Time limits.
         limits: Size limits.
 
     Raises:
+        ValueError: The parts are none.
         UnsupportedLayout: A component is not organised in pages.
-        EngineError: The engine refused the memory.
+        EngineError: The engine refused the memory, or is none of this version.
     """
 
     def __init__(
@@ -49,12 +55,15 @@ class Sender(Endpoint):
         engine: TransferEngine,
         *,
         endpoint: str,
+        parts: Iterable[kv_planner.Part] = ALL_PARTS,
         timeouts: Timeouts | None = None,
         limits: Limits | None = None,
     ) -> None:
         """Registers the memory; `connect` starts the conversation."""
-        check_movable(manifest)
-        regions = register_manifest(engine, manifest)
+        require_engine(engine)
+        self._parts = check_parts(parts)
+        check_movable(manifest, self._parts)
+        regions = register_manifest(engine, manifest, self._parts)
         super().__init__(f"kv-transfer-sender-{Rank.of(manifest)}", timeouts or Timeouts(), limits or Limits())
         self._manifest = manifest
         self._engine = engine
@@ -93,26 +102,21 @@ class Sender(Endpoint):
             PeerLost: The connection closed during the handshake.
             TransferTimeout: No answer in time.
         """
-        seconds = self._timeouts.handshake if timeout is None else timeout
+        seconds = self._timeouts.handshake if timeout is None else check_seconds("timeout", timeout)
         with self.lock:
             if self._closed:
                 raise SessionStateError("the sender is closed")
             if self._core is not None and not self._core.is_over:
                 raise SessionStateError("the sender is connected", local=self._core.phase.value)
         self._stop()
-        context, control = self._open_socket(zmq.DEALER)
-        try:
-            control.connect(self._endpoint)
-        except zmq.ZMQError as error:
-            control.close()
-            context.term()
-            raise ValueError(f"endpoint: {self._endpoint!r} cannot be connected to: {error}") from error
+        core = SenderCore(self._manifest, self._engine, self._timeouts, self._limits, time.monotonic(), self._parts)
         try:
             with self.lock:
-                core = SenderCore(self._manifest, self._engine, self._timeouts, self._limits, time.monotonic())
+                self._launch(zmq.DEALER, lambda control: control.connect(self._endpoint))
                 self._core = core
-                self._start(context, control)
                 self._await_phase(core, (SenderPhase.AGREED, SenderPhase.READY), seconds, "the receiver did not answer")
+        except zmq.ZMQError as error:
+            raise ValueError(f"endpoint: {self._endpoint!r} cannot be connected to: {error}") from error
         except TransferTimeout:
             with self.lock:
                 core.close("nobody answered")
@@ -146,7 +150,9 @@ class Sender(Endpoint):
             TransferAborted: The receiver gave the room up before.
             PeerRefused, PeerLost: The conversation has ended.
             SessionStateError: The room is open here.
+            ArgumentError: No number of a room, or no time.
         """
+        room = check_whole("room", room, 2**63 - 1)
         seconds = self._timeouts.offer if timeout is None else timeout
         with self.lock:
             core = self._alive()
@@ -248,18 +254,12 @@ class Sender(Endpoint):
         if self._core is not None:
             self._core.say_bye()
 
-    def _outlive_sockets(self) -> None:
-        while True:
-            with self.lock:
-                if self._core is None or not self._core.rooms:
-                    return
-                self._core.step(time.monotonic())
-                self.changed.notify_all()
-            time.sleep(0.001)
+    def _let_go(self, now: float) -> bool:
+        return self._core is None or self._core.let_go(now)
 
     def _crashed(self, error: TransferError) -> None:
-        if self._core is not None and self._core.error is None:
-            self._core.error = error
+        if self._core is not None:
+            self._core.crashed(error)
 
 
 class SenderSession:
@@ -287,8 +287,13 @@ class SenderSession:
 
     @property
     def tokens(self) -> int:
-        """As given to `Receiver.open`; 0 on a rank that sends nothing."""
+        """As given to `Receiver.open`: of the whole prompt; 0 on a rank that sends nothing."""
         return self._room.offer.tokens if self._room.offer is not None else 0
+
+    @property
+    def first_page(self) -> int:
+        """Index within the request of the first page that the receiver offers; above 0 after its prefix hit."""
+        return self._room.first_page
 
     @property
     def state(self) -> SenderState:
@@ -320,12 +325,13 @@ class SenderSession:
 
         Args:
             source_pages: Page ids of this rank's pool. Shape: [n]; dtype int32 or int64.
-            start: Index of the first of them among the request's pages.
+            start: Index of the first of them within the request, counted from the prompt's first page also when the
+                receiver offers pages from `first_page` on.
             layer_ids: Only these layers; all of this rank by default.
             parts: Only "target" or "draft" layers; both by default.
 
         Raises:
-            CoverageError: A (layer, page) was sent before, or the chunk reaches past the offered pages. Nothing is
+            CoverageError: A (layer, page) was sent before, or the chunk reaches out of the offered pages. Nothing is
                 sent.
             kv_planner.PlanError: The pages are not valid. Nothing is sent.
             TransferError: The room has ended badly; the error says why.

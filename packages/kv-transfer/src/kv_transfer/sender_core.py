@@ -5,7 +5,9 @@ Bytes go in through `receive`, bytes come out in `outbox`, time is an argument. 
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from typing import TypeVar
 
 import kv_planner
@@ -22,9 +24,10 @@ from kv_transfer.errors import (
 )
 from kv_transfer.handshake import (
     Rank,
+    RouteSummary,
     agree_pair,
     as_refusal,
-    check_engine,
+    check_expected,
     parse_manifest,
     refusal_error,
     refusal_message,
@@ -48,6 +51,7 @@ from kv_transfer.messages import (
 from kv_transfer.sender_room import SenderRoom
 from kv_transfer.silence import Silence
 from kv_transfer.states import SENDER_PHASE_STEPS, SenderPhase, StateMachine
+from kv_transfer.terms import ALL_PARTS, Terms
 
 __all__ = ["SenderCore"]
 
@@ -63,6 +67,7 @@ class SenderCore:
         timeouts: Heartbeat, loss and progress limits.
         limits: Sizes.
         now: Monotonic seconds.
+        parts: Parts of the model that are sent.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class SenderCore:
         timeouts: Timeouts,
         limits: Limits,
         now: float,
+        parts: Sequence[kv_planner.Part] = ALL_PARTS,
     ) -> None:
         """Greets the receiver."""
         self.rank = Rank.of(manifest)
@@ -91,7 +97,16 @@ class SenderCore:
         self._rejected: OrderedDict[int, str] = OrderedDict()
         self._silence = Silence(timeouts, now)
         self._machine = StateMachine(f"sender {self.rank}", SENDER_PHASE_STEPS, SenderPhase.NEW)
-        self._post(Hello(engine=engine.name, session=engine.session, manifest=manifest.to_json()))
+        self._terms = Terms.of(engine, parts)
+        self._post(
+            Hello(
+                engine=self._terms.engine,
+                session=self._terms.session,
+                manifest=manifest.to_json(),
+                process=self._terms.process,
+                parts=self._terms.parts,
+            )
+        )
         self._machine.to(SenderPhase.GREETING)
 
     @property
@@ -124,7 +139,7 @@ class SenderCore:
         try:
             message = decode(data, self._limits)
             self._handle(message)
-        except (PeerRefused, ProtocolError) as error:
+        except BaseException as error:
             self._refuse(as_refusal(error))
         self._collect()
 
@@ -200,14 +215,7 @@ class SenderCore:
                 )
             return None
         opened = SenderRoom(
-            room,
-            offer,
-            self.route,
-            self._engine,
-            self._peer_session,
-            self._limits,
-            now,
-            self._timeouts.transfer,
+            room, offer, self.route, self._engine, self._peer_session, self._limits, now, self._timeouts.transfer
         )
         self.rooms[room] = opened
         return opened
@@ -238,6 +246,24 @@ class SenderCore:
         if not self.is_over:
             self._decline_all("the sender is closed")
 
+    def crashed(self, error: TransferError) -> None:
+        """The thread that drives it ended by an error; from now on only `let_go` is called."""
+        if not self.is_over:
+            self._end(SenderPhase.LOST, error)
+
+    def let_go(self, now: float) -> bool:
+        """Moves the rooms to their end, whatever goes wrong on the way.
+
+        Returns:
+            Whether the engine holds none of their batches any more.
+        """
+        for room in self.rooms.values():
+            with contextlib.suppress(BaseException):
+                room.step(now)
+        with contextlib.suppress(BaseException):
+            self._collect()
+        return not any(room.in_flight for room in self.rooms.values())
+
     def say_bye(self) -> None:
         """The last word; call it when the rooms have drained."""
         if not self.is_over:
@@ -250,6 +276,8 @@ class SenderCore:
         elif isinstance(message, Ready):
             if self.phase is not SenderPhase.AGREED and self.phase is not SenderPhase.READY:
                 raise ProtocolError(f"ready in phase {self.phase.value}")
+            expected = RouteSummary(message.layers, message.bytes_per_page)
+            check_expected(self.rank, RouteSummary.of(self.route), expected)
             self.sends_nothing = not message.sends
             if self.phase is SenderPhase.AGREED:
                 self._machine.to(SenderPhase.READY)
@@ -276,9 +304,9 @@ class SenderCore:
     def _welcome(self, message: Welcome) -> None:
         if self.phase is not SenderPhase.GREETING:
             raise ProtocolError(f"welcome in phase {self.phase.value}")
-        check_engine(self._engine.name, message.engine)
-        remote = parse_manifest(message.manifest)
-        self._route = agree_pair(self._manifest, remote).route(0, 0)
+        self._terms.check(message)
+        remote = parse_manifest(message.manifest, self._terms.parts)
+        self._route = agree_pair(self._manifest, remote, self._terms.parts).route(0, 0)
         self._peer_session = message.session
         self._post(Agreed())
         self._machine.to(SenderPhase.AGREED)
@@ -333,8 +361,9 @@ class SenderCore:
         self._offers.clear()
 
     def _refuse(self, error: PeerRefused) -> None:
-        self._post(refusal_message(error))
-        self._end(SenderPhase.REFUSED, error)
+        if not self.is_over:
+            self._post(refusal_message(error))
+            self._end(SenderPhase.REFUSED, error)
 
     def _end(self, phase: SenderPhase, error: TransferError) -> None:
         if self.error is None:

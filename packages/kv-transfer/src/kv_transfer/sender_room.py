@@ -27,6 +27,7 @@ from kv_transfer.errors import (
     TransferFailed,
     TransferTimeout,
 )
+from kv_transfer.faults import is_fault
 from kv_transfer.handshake import RouteSummary
 from kv_transfer.messages import Aborted, Done, Offer, encode
 from kv_transfer.states import SENDER_STEPS, SenderState, StateMachine
@@ -94,7 +95,8 @@ class SenderRoom:
         self._timeout = timeout
         self._progress_at = now
         self._pages = np.array(offer.pages if offer is not None else (), np.int64)
-        self._coverage = Coverage(self._summary.layers, len(self._pages))
+        self.first_page = offer.first_page if offer is not None else 0
+        self._coverage = Coverage(self._summary.layers, len(self._pages), self.first_page)
         self._queued: deque[kv_planner.Batch] = deque()
         self._in_flight: list[TransferHandle] = []
         self._metadata: Mapping[str, JsonValue] = {}
@@ -123,7 +125,7 @@ class SenderRoom:
 
     @property
     def pages(self) -> int:
-        """Pages of the request."""
+        """Pages that the receiver offers."""
         return len(self._pages)
 
     def plan(
@@ -151,12 +153,13 @@ class SenderRoom:
         if source.size == 0:
             source = source.astype(np.int64)
         stop = start + len(source)
-        if start < 0 or stop > len(self._pages):
+        first, last = self.first_page, self.first_page + len(self._pages)
+        if start < first or stop > last:
             raise CoverageError(
-                f"pages [{start}, {stop}) of the request, but the receiver offers {len(self._pages)}",
-                remedy="send the pages of the prompt only, counted from its first page",
+                f"pages [{start}, {stop}) of the request, but the receiver offers pages [{first}, {last})",
+                remedy="send the pages that it offers only; `start` counts from the first page of the request",
             )
-        runs = kv_planner.Runs(source, self._pages[start:stop])
+        runs = kv_planner.Runs(source, self._pages[start - first : stop - first])
         plan = kv_planner.Plan(self._route, runs)
         if layer_ids is not None or parts is not None:
             plan = plan.slice(
@@ -210,7 +213,7 @@ class SenderRoom:
             self._machine.to(SenderState.ABORTING)
             self._queued.clear()
             for handle in self._in_flight:
-                self._engine.cancel(handle)
+                self._cancel(handle)
 
     def disconnected(self, error: TransferError) -> None:
         """The receiver cannot be told anything any more."""
@@ -265,19 +268,34 @@ class SenderRoom:
                 )
         self._in_flight = still
 
+    def _cancel(self, handle: TransferHandle) -> None:
+        # Only a request: the batch is polled until the engine has let go, whether it took the request or not.
+        try:
+            self._engine.cancel(handle)
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+
     def _status(self, handle: TransferHandle) -> TransferStatus:
         # Whatever an engine raises ends this room, and reaches whoever waits for it as TransferFailed; other rooms go
         # on.
         try:
-            return self._engine.poll(handle)
-        except Exception as error:
+            status: object = self._engine.poll(handle)
+            if not isinstance(status, TransferStatus):
+                raise TypeError(f"poll: expected a TransferStatus, got {status!r}")
+            return status
+        except BaseException as error:
+            if not is_fault(error):
+                raise
             return TransferStatus(TransferState.FAILED, f"engine {self._engine.name!r} raised {error!r}")
 
     def _feed(self) -> None:
         while self._queued and len(self._in_flight) < self._limits.batches_in_flight:
             try:
                 self._in_flight.append(self._engine.submit(self._peer, self._queued.popleft()))
-            except Exception as error:
+            except BaseException as error:
+                if not is_fault(error):
+                    raise
                 failure = TransferFailed(f"{self.name}: {error}", consequence="its pages at the receiver are undefined")
                 failure.__cause__ = error
                 self.fail(failure)

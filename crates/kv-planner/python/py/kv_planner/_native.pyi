@@ -1,4 +1,4 @@
-"""Types of the extension module. One file past 400 lines, since a module has one stub."""
+"""Types of the extension module. Long because a module has one stub."""
 
 from collections.abc import Sequence
 from typing import Final, Literal, TypeAlias, final

@@ -18,6 +18,7 @@ __all__ = [
     "HeadsDoNotSplit",
     "IncompleteDeployment",
     "InconsistentDeployment",
+    "InternalError",
     "ItemKindMismatch",
     "LayoutError",
     "LayoutMismatch",
@@ -203,3 +204,7 @@ class LockError(PrefixError):
 
 class AccountingError(PrefixError):
     """Counts of a tier do not add up."""
+
+
+class InternalError(PlanError, RuntimeError):
+    """The planner itself failed (a panic of its Rust core); no argument is to blame."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import threading
 import weakref
 
 from kv_transfer.engine import DONE, Blocks, EngineCapabilities, TransferHandle, TransferState, TransferStatus
 from kv_transfer.errors import EngineError, RegionError
+from kv_transfer.process import process_name
 from kv_transfer.regions import RegionTable
 
 __all__ = ["LoopbackEngine"]
@@ -58,7 +60,8 @@ class LoopbackEngine:
         self._pending: weakref.WeakSet[_Handle] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._closed = False
-        self._session = f"loopback:{next(_NUMBERS)}"
+        self._pid = os.getpid()
+        self._session = f"loopback:{process_name()}:{next(_NUMBERS)}"
         with _SESSIONS_LOCK:
             _SESSIONS[self._session] = self
 
@@ -69,7 +72,7 @@ class LoopbackEngine:
 
     @property
     def session(self) -> str:
-        """Name of this engine inside the process."""
+        """Name of this engine; no engine of this or another process has the same."""
         return self._session
 
     @property
@@ -80,7 +83,7 @@ class LoopbackEngine:
     def register(self, address: int, nbytes: int) -> None:
         """See `TransferEngine.register`."""
         with self._lock:
-            self._refuse_closed()
+            self._refuse_unusable()
             self._regions.add(address, nbytes)
 
     def unregister(self, address: int) -> None:
@@ -91,7 +94,7 @@ class LoopbackEngine:
 
     def submit(self, peer: str, batch: Blocks) -> TransferHandle:
         """See `TransferEngine.submit`."""
-        self._refuse_closed()
+        self._refuse_unusable()
         limit = self._capabilities.max_entries_per_batch
         if limit is not None and len(batch.nbytes) > limit:
             raise EngineError(
@@ -102,7 +105,7 @@ class LoopbackEngine:
         self._regions.check(batch.source, batch.nbytes, "source")
         handle = _Handle(peer, batch)
         with self._lock:
-            self._refuse_closed()
+            self._refuse_unusable()
             self._pending.add(handle)
         return handle
 
@@ -130,9 +133,16 @@ class LoopbackEngine:
         with _SESSIONS_LOCK:
             _SESSIONS.pop(self._session, None)
 
-    def _refuse_closed(self) -> None:
+    def _refuse_unusable(self) -> None:
         if self._closed:
             raise EngineError(f"engine {self._session} is closed", local=self._session)
+        if self._pid != os.getpid():
+            raise EngineError(
+                f"engine {self._session} was made in process {self._pid} and is used in {os.getpid()}, after a fork",
+                local=os.getpid(),
+                consequence="its bytes would land in another memory than its peers see",
+                remedy="create the engine in the process that uses it",
+            )
 
     def _advance(self, handle: _Handle) -> None:
         with _SESSIONS_LOCK:

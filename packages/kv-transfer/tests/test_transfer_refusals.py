@@ -1,0 +1,260 @@
+"""Refusals before anything happened: held pages, arguments, memory, and handshakes that would fail in every room."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Callable
+
+import kv_planner as kp
+import numpy as np
+import pytest
+from transfer_memory import Owned, RankMemory, make_layout, stages, whole
+from transfer_pair import FAST, Pair, eventually, held_engine
+
+import kv_transfer as kt
+from kv_transfer.engines.loopback import LoopbackEngine
+from kv_transfer.page_holds import PageHolds
+from kv_transfer.regions import register_manifest
+
+ONE_LAYER: Owned = {("key", "target"): [0], ("value", "target"): [0]}
+
+
+def test_pages_of_an_open_room_are_offered_to_no_other(two_stages: Pair) -> None:
+    receiver = two_stages.receiver
+    first = receiver.open(1, [4, 7])
+    for pages in ([4, 7], [7], [2, 3, 4]):
+        with pytest.raises(kt.PageHeld, match=r"is held by room 1 \(generation 1\).*room 2") as caught:
+            receiver.open(2, pages)
+        assert caught.value.page in (4, 7)
+        assert caught.value.holder == first._room.name
+    assert isinstance(caught.value, kt.SessionStateError)
+    second = receiver.open(2, [2, 3])
+    for sender in two_stages.senders:
+        for room, pages in ((1, [5, 6]), (2, [8, 9])):
+            sending = sender.open(room)
+            sending.send(pages, start=0)
+            sending.finish()
+    first.wait(5)
+    second.wait(5)
+    assert receiver.open(3, [7, 2]).state is kt.ReceiverState.OPEN
+
+
+def test_pages_that_a_writer_still_holds_are_offered_to_no_room(held: Pair) -> None:
+    session = held.receiver.open(1, [4, 7])
+    sending = held.senders[0].open(1)
+    sending.send([1, 2], start=0)
+    assert eventually(lambda: held_engine(held).begun > 0)
+    session.abort("the client left")
+    with pytest.raises(kt.PageHeld, match="page 7 is held by room 1"):
+        held.receiver.open(2, [7])
+    held_engine(held).go.set()
+    assert session.wait_released(5)
+    assert held.receiver.open(2, [7]).state is kt.ReceiverState.OPEN
+
+
+def test_holds_are_those_of_a_plain_model() -> None:
+    dice = random.Random(3)
+    holds, rooms = PageHolds(), dict[str, list[int]]()
+    for step in range(600):
+        if rooms and dice.random() < 0.4:
+            holds.give(rooms.pop(dice.choice(sorted(rooms))))
+            continue
+        pages = dice.sample(range(1, 12), dice.randrange(4))
+        taken = {page: room for room, held in rooms.items() for page in held}
+        if any(page in taken for page in pages):
+            with pytest.raises(kt.PageHeld) as caught:
+                holds.take(f"room {step}", pages)
+            assert taken[caught.value.page] == caught.value.holder
+        else:
+            holds.take(f"room {step}", pages)
+            rooms[f"room {step}"] = pages
+
+
+@pytest.mark.parametrize("room", [-1, 1.5, True, np.True_, 2**63, "1", None, np.float64(1)])
+def test_a_room_is_a_whole_number(two_stages: Pair, room: int) -> None:
+    for call in (
+        lambda: two_stages.receiver.open(room, [1]),
+        lambda: two_stages.senders[0].open(room, timeout=0),
+    ):
+        with pytest.raises(kt.ArgumentError, match=r"room: expected a whole number from 0 to \d+, got"):
+            call()
+    assert two_stages.receiver.open(np.int64(3), [1]).room == 3
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "4", 2**64])
+@pytest.mark.parametrize("name", ["tokens", "first_page"])
+def test_tokens_and_first_page_are_whole_numbers(two_stages: Pair, name: str, value: int) -> None:
+    with pytest.raises(kt.ArgumentError, match=f"{name}: expected a whole number"):
+        two_stages.receiver.open(1, [1], **{name: value})
+    two_stages.receiver.open(1, [1])
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0, True, "1"])
+def test_a_time_out_is_a_time(two_stages: Pair, seconds: float) -> None:
+    receiver, sender = two_stages.receiver, two_stages.senders[0]
+    receiver.open(2, [2])
+    session, sending = receiver.open(1, [1]), sender.open(2)
+    lonely = kt.Sender(two_stages.prefill[0].manifest, two_stages.engines[0], endpoint="tcp://127.0.0.1:1")
+    calls: list[Callable[[], object]] = [
+        lambda: receiver.open(3, [3], timeout=seconds),
+        lambda: receiver.wait_ready(seconds),
+        lambda: session.wait(seconds),
+        lambda: session.wait_released(seconds),
+        lambda: sender.open(3, timeout=seconds),
+        lambda: sender.wait_ready(seconds),
+        lambda: sending.wait(seconds),
+        lambda: lonely.connect(seconds),
+    ]
+    for call in calls:
+        with pytest.raises(kt.ArgumentError, match="timeout: expected a finite number of seconds"):
+            call()
+    assert lonely._thread is None
+    lonely.close()
+
+
+@pytest.mark.parametrize("kind", [kt.EngineError, RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("accepted", [0, 1, 3])
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_memory_that_is_refused_in_part_is_not_registered(
+    kind: type[BaseException], accepted: int, stubborn: bool
+) -> None:
+    class Engine(LoopbackEngine):
+        left: set[int]
+
+        def register(self, address: int, nbytes: int) -> None:
+            if len(self.left) == accepted:
+                raise kind("no more memory")
+            self.left.add(address)
+            super().register(address, nbytes)
+
+        def unregister(self, address: int) -> None:
+            self.left.discard(address)
+            super().unregister(address)
+            if stubborn:
+                raise RuntimeError("told twice")
+
+    engine = Engine()
+    engine.left = set()
+    with pytest.raises(kind, match="no more memory"):
+        register_manifest(engine, whole(make_layout()).manifest)
+    assert engine.left == set()
+    engine.close()
+
+
+def _open_things() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize("reason", ["hello too large", "no endpoint", "no thread", "nobody there"])
+def test_a_connect_that_fails_leaves_nothing_open(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = LoopbackEngine()
+    limits = kt.Limits(message_bytes=100) if reason == "hello too large" else None
+    endpoint = "nonsense" if reason == "no endpoint" else "tcp://127.0.0.1:1"
+    sender = kt.Sender(stages(make_layout(), 1)[0].manifest, engine, endpoint=endpoint, timeouts=FAST, limits=limits)
+    if reason == "no thread":
+
+        def refuse(*arguments: object) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr("threading.Thread.start", refuse)
+    before = _open_things()
+    kept = []
+    for _ in range(3):
+        with pytest.raises((kt.MessageTooLarge, ValueError, RuntimeError, kt.TransferTimeout)) as caught:
+            sender.connect(0.05)
+        assert not isinstance(caught.value, kt.SessionStateError)
+        kept.append(caught.value)
+    assert eventually(lambda: _open_things() == before)
+    monkeypatch.undo()
+    sender.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("groups", [2, 3])
+def test_data_parallel_groups_are_refused_by_name(groups: int) -> None:
+    layout = make_layout(layers=1)
+    engines = LoopbackEngine(), LoopbackEngine()
+    for group in range(groups):
+        memory = RankMemory(layout, ONE_LAYER, placement=kp.Placement(dp_rank=group, dp_size=groups))
+        with (
+            kt.Receiver(whole(layout).manifest, engines[0], prefill_ranks=1, timeouts=FAST) as receiver,
+            kt.Sender(memory.manifest, engines[1], endpoint=receiver.endpoint, timeouts=FAST) as sender,
+        ):
+            with pytest.raises(kt.PeerRefused, match=rf"dp_size.*{groups} data-parallel groups.*dp_size=1") as caught:
+                sender.connect()
+            assert caught.value.code == "deployment"
+            with pytest.raises(kt.PeerRefused, match="dp_size"):
+                receiver.wait_ready(5)
+    for engine in engines:
+        engine.close()
+
+
+def _replicas(ranges: list[tuple[int, int]]) -> tuple[list[RankMemory], RankMemory]:
+    layout = make_layout(layers=1)
+    prefill = [
+        RankMemory(
+            layout, ONE_LAYER, placement=kp.Placement(tp_rank=rank, tp_size=len(ranges)), head_range=heads
+        ).fill()
+        for rank, heads in enumerate(ranges)
+    ]
+    return prefill, whole(layout)
+
+
+@pytest.mark.parametrize("ranges", [[(0, 1)] * 3 + [(1, 2)], [(0, 1)] * 5 + [(1, 2)]])
+def test_ranks_that_misjudge_what_they_send_are_refused_before_a_room(ranges: list[tuple[int, int]]) -> None:
+    prefill, decode = _replicas(ranges)
+    engines = [LoopbackEngine() for _ in range(len(prefill) + 1)]
+    receiver = kt.Receiver(decode.manifest, engines[-1], prefill_ranks=len(prefill), timeouts=FAST)
+    senders = [
+        kt.Sender(memory.manifest, engine, endpoint=receiver.endpoint, timeouts=FAST)
+        for memory, engine in zip(prefill, engines, strict=False)
+    ]
+    refused = []
+    for sender in senders:
+        sender.connect()
+    for sender in senders:
+        try:
+            sender.wait_ready(5)
+        except kt.PeerRefused as error:
+            refused.append(error)
+    assert refused
+    assert {difference.field.split(" that rank ")[0] for difference in refused[0].differences} == {
+        "layers",
+        "bytes per page",
+    }
+    assert all(difference.local != difference.remote for difference in refused[0].differences)
+    assert eventually(lambda: not receiver.is_ready)
+    assert any("disagree about what the rank sends" in str(error) for error in receiver.take_refusals())
+    with pytest.raises(kt.PeerLost, match="is lost: it refused"):
+        receiver.open(0, [1])
+    for sender in senders:
+        sender.close()
+    receiver.close()
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        [(0, 1), (0, 1), (1, 2), (1, 2)],
+        [(0, 1), (1, 2), (0, 1), (1, 2)],
+        [(0, 1), (1, 2), (1, 2)],
+        [(0, 2)],
+        [(0, 1), (1, 2)],
+    ],
+)
+def test_replicas_that_judge_right_or_send_nothing_serve(ranges: list[tuple[int, int]], pairs: list[Pair]) -> None:
+    prefill, decode = _replicas(ranges)
+    pair = Pair(prefill, decode)
+    pairs.append(pair)
+    session = pair.receiver.open(1, [1, 2])
+    for sender in pair.senders:
+        sender.wait_ready(5)
+        sending = sender.open(1)
+        sending.send([3, 4], start=0)
+        sending.finish()
+    session.wait(5)
+    assert decode.faults({1: 3, 2: 4}) == []
