@@ -21,6 +21,7 @@ from graph_runtime.errors import (
     RowWidthError,
     UnknownField,
     UnwrittenRows,
+    ValueDevice,
 )
 from graph_runtime.testing import RecordingDevice
 from hypothesis import given, settings
@@ -277,3 +278,19 @@ def test_closed() -> None:
     for call in (lambda: buffers.load(0, {}), lambda: buffers.view("ids"), buffers.check_addresses):
         with pytest.raises(GraphClosed):
             call()
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["meta", "sparse"])
+def test_a_value_that_cannot_be_copied_is_refused_before_anything_is_written(kind: str, position: int) -> None:
+    names = ("a", "b", "c")
+    buffers = StaticBuffers(
+        RowLayout([RowField(name, "float32", rows=2, width=2) for name in names]), get_device("cpu")
+    )
+    buffers.load(2, {name: torch.ones(2, 2) for name in names})
+    bad = torch.zeros(2, 2, device="meta") if kind == "meta" else torch.zeros(2, 2).to_sparse()
+    values = {name: torch.full((2, 2), 7.0) for name in names}
+    values[names[position]] = bad
+    with pytest.raises(ValueDevice, match=names[position]):
+        buffers.load(2, values)
+    assert all(buffers.view(name).eq(1).all() for name in names) and buffers.loads == 2

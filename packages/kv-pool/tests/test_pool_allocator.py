@@ -208,4 +208,4 @@ def test_counts_are_whole_numbers(count: Any) -> None:
         pool.alloc(count)
     pool.verify()
     assert (pool.available, pool.held) == (4, 0)
-    assert pool.alloc(np.int32(2)).tolist() == [1, 2]  # type: ignore[arg-type]
+    assert pool.alloc(np.int32(2)).tolist() == [1, 2]

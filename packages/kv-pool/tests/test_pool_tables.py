@@ -102,5 +102,5 @@ def test_table_sizes_are_whole_numbers(name: str, value: Any) -> None:
 
 
 def test_numpy_integers_are_whole_numbers() -> None:
-    assert slots_for([3], np.int32(0), np.int64(2), np.int32(4)).tolist() == [12, 13]  # type: ignore[arg-type]
-    assert block_table([[1]], columns=np.int32(2), rows=np.int64(1)).tolist() == [[1, 0]]  # type: ignore[arg-type]
+    assert slots_for([3], np.int32(0), np.int64(2), np.int32(4)).tolist() == [12, 13]
+    assert block_table([[1]], columns=np.int32(2), rows=np.int64(1)).tolist() == [[1, 0]]

@@ -46,7 +46,7 @@ def test_long_queries_go_in_blocks(
     monkeypatch: pytest.MonkeyPatch,
     elements: int,
 ) -> None:
-    monkeypatch.setattr(native_attention, "_MASK_ELEMENTS", elements)
+    monkeypatch.setattr(native_attention, "_SCORE_ELEMENTS", elements)
     check_attention(attention_case(kv_lens=[13, 7, 0], width=7, dtype=torch.float32, **SMALL), "cpu")
 
 
@@ -200,3 +200,56 @@ def test_refusals(changes: dict[str, Any], error: type[Exception]) -> None:
 def test_a_live_row_shorter_than_the_query_is_refused() -> None:
     with pytest.raises(sk.LengthError, match="before the request's start"):
         _call(query=torch.zeros(2, 3, 4, 8), metadata=_metadata(q=(3, 3), kv=(5, 2)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("elements", [1, 1 << 22])
+@pytest.mark.parametrize("where", ["query", "one key", "all keys", "one value", "scale"])
+def test_nan_stays_nan(
+    attention_case: Callable[..., Any],
+    close: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    width: int,
+    causal: bool,
+    elements: int,
+    where: str,
+) -> None:
+    """Queries that read a NaN give NaN, whatever their number; requests that read none are as ever."""
+    monkeypatch.setattr(native_attention, "_SCORE_ELEMENTS", elements)
+    case = attention_case(kv_lens=[9, 5, 0], width=width, dtype=dtype, **SMALL)
+    expected = case.expected(causal=causal)
+    first, scale = case.pages[0][0], case.scale
+    if where == "query":
+        case.query[0] = float("nan")
+    elif where == "one key":
+        case.key[first, 0] = float("nan")
+    elif where == "all keys":
+        case.key[case.pages[0]] = float("nan")
+    elif where == "one value":
+        case.value[first, 0] = float("nan")
+    else:
+        scale = float("nan")
+    out = sk.paged_attention(
+        case.query, case.key, case.value, case.metadata("cpu"), scale=scale, page_size=4, causal=causal
+    )
+    assert out[0].isnan().all() and not out[2].any()
+    if where == "scale":
+        assert out[1].isnan().all()
+    else:
+        close(out[1], expected[1])
+
+
+@pytest.mark.parametrize("elements", [1, 1 << 22])
+def test_a_nan_key_reaches_only_the_queries_that_see_it(
+    attention_case: Callable[..., Any], close: Callable[..., None], monkeypatch: pytest.MonkeyPatch, elements: int
+) -> None:
+    monkeypatch.setattr(native_attention, "_SCORE_ELEMENTS", elements)
+    case = attention_case(kv_lens=[9], width=3, dtype=torch.float32, **SMALL)
+    expected = case.expected()
+    case.key[case.pages[0][1], 3] = float("nan")  # position 7 of 9: hidden from the first of the three queries
+    out = sk.paged_attention(case.query, case.key, case.value, case.metadata("cpu"), scale=case.scale, page_size=4)
+    close(out[:, :1], expected[:, :1])
+    assert out[:, 1:].isnan().all()

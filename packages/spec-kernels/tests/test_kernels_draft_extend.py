@@ -263,3 +263,37 @@ def test_negative_lengths_and_addresses_are_refused(name: str) -> None:
     with pytest.raises(sk.IndexWidthError, match=name):
         sk.fill_draft_extend_buffers(buffers, batch, bs=3, width=4, seq_len_fill=0)
     assert (buffers.input_ids == GARBAGE).all()
+
+
+@pytest.mark.parametrize("value", [-(2**63), -(2**31), 2**31, 2**63 - 1])
+@pytest.mark.parametrize("name", ["seq_lens", "num_correct_drafts", "num_accept_tokens"])
+def test_numbers_that_do_not_fit_int32_are_refused(name: str, value: int) -> None:
+    buffers, batch = make_buffers(3, 12), make_batch(2, 4)
+    wide = getattr(batch, name).to(torch.int64)
+    wide[-1] = value
+    with pytest.raises(sk.IndexWidthError, match=name):
+        sk.fill_draft_extend_buffers(buffers, replace(batch, **{name: wide}), bs=3, width=4, seq_len_fill=0)
+    assert (buffers.input_ids == GARBAGE).all() and (buffers.num_accept_tokens == GARBAGE).all()
+
+
+@pytest.mark.parametrize("name", [item.name for item in fields(sk.DraftExtendBuffers)])
+def test_a_buffer_whose_elements_share_memory_is_refused(name: str) -> None:
+    buffers = make_buffers(3, 12)
+    held = getattr(buffers, name)
+    shared = held[:1].clone().expand(held.shape)
+    with pytest.raises(sk.AliasError, match=name):
+        broken = replace(buffers, **{name: shared})
+        sk.fill_draft_extend_buffers(broken, make_batch(2, 4), bs=3, width=4, seq_len_fill=0)
+    assert torch.equal(shared, held) or (shared.isnan().all() and held.isnan().all())
+
+
+def test_buffers_with_gaps_are_filled() -> None:
+    buffers = make_buffers(3, 12)
+    gaps = torch.full((12, 2), GARBAGE, dtype=torch.int64)
+    turned = torch.full((3, 12), float("nan")).t()
+    fill_and_check(replace(buffers, input_ids=gaps[:, 0], hidden_states=turned), make_batch(2, 4), bs=3, width=4)
+    assert (gaps[:, 1] == GARBAGE).all()
+    overlapping = torch.zeros(14).as_strided((12, 3), (1, 1))
+    with pytest.raises(sk.AliasError, match="hidden_states"):
+        broken = replace(buffers, hidden_states=overlapping)
+        sk.fill_draft_extend_buffers(broken, make_batch(2, 4), bs=3, width=4, seq_len_fill=0)

@@ -102,3 +102,40 @@ def test_lengths_before_a_replay() -> None:
     ):
         with pytest.raises(error):
             sk.check_kv_lens(lengths, columns=2, page_size=4, q_len=2)
+
+
+@pytest.mark.parametrize("value", [-3, -1, 1.5, float("nan"), True, "2"])
+@pytest.mark.parametrize("name", ["page_size", "rows", "columns", "pad_q_len"])
+@pytest.mark.parametrize("requests", [0, 1])
+def test_sizes_that_are_no_counts_are_refused(name: str, value: Any, requests: int) -> None:
+    sizes = {"page_size": 4, "rows": 2, "columns": 2, "pad_q_len": 1, name: value}
+    with pytest.raises(sk.MetadataError, match=name) as caught:
+        sk.build_paged_metadata([[3]] * requests, [1] * requests, [2] * requests, **sizes)
+    assert caught.value.given is value
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [
+        [[[3]]],
+        [3],
+        [np.int64(3)],
+        [np.array(3)],
+        [np.array([[3]])],
+        [torch.tensor([[3]])],
+        [np.zeros((1, 0), dtype=np.int64)],
+        np.array([3]),
+        np.array(3),
+        np.array([[[3]]]),
+        torch.tensor([3]),
+        torch.tensor(3),
+    ],
+)
+def test_pages_that_are_no_lists_are_refused(pages: Any) -> None:
+    with pytest.raises(sk.MetadataError, match="pages"):
+        sk.build_paged_metadata(pages, [1], [2], page_size=4)
+
+
+def test_page_size_zero_is_refused() -> None:
+    with pytest.raises(sk.MetadataError, match="page_size"):
+        sk.build_paged_metadata([[3]], [1], [2], page_size=0)

@@ -13,7 +13,16 @@ import torch
 from kv_planner import RowField, RowLayout
 
 from .device import Fence, GraphDevice
-from .errors import AddressChanged, AliasedValue, FenceTimeout, GraphClosed, RowCountError, UnknownField, UnwrittenRows
+from .errors import (
+    AddressChanged,
+    AliasedValue,
+    FenceTimeout,
+    GraphClosed,
+    RowCountError,
+    UnknownField,
+    UnwrittenRows,
+    ValueDevice,
+)
 from .values import poison_bytes, to_tensor, torch_dtype
 
 __all__ = ["PreparedLoad", "StaticBuffers"]
@@ -154,6 +163,7 @@ class StaticBuffers:
             RowWidthError: A value of another width.
             RowDtypeError: A value of another dtype.
             AliasedValue: A value that lies in one of the arenas.
+            ValueDevice: A value on another device than the host and that of the arena, or not strided.
         """
         self._check_open()
         for name in (*values, *(rows if isinstance(rows, Mapping) else ())):
@@ -274,6 +284,15 @@ class StaticBuffers:
         self._fence = None
 
     def _checked(self, field: RowField, value: Any, count: int) -> torch.Tensor:
+        devices = (torch.device("cpu"), self._arena.device)
+        if isinstance(value, torch.Tensor) and (value.device not in devices or value.layout is not torch.strided):
+            raise ValueDevice(
+                f"value of field {field.name!r}",
+                expected=f"strided memory of the host or of {self._arena.device}",
+                got=f"{value.layout} on {value.device}",
+                consequence="The load would fail halfway, or copy between devices.",
+                remedy="Move it to the host or to the device of the buffers first.",
+            )
         tensor = to_tensor(field, value, count)
         storage = tensor.untyped_storage().data_ptr()
         if tensor.numel() and storage in (

@@ -22,6 +22,7 @@ __all__ = [
     "KeyNotPassed",
     "MissingUpdate",
     "OutputShapeError",
+    "ReentrantCall",
     "RowCountError",
     "RowDtypeError",
     "RowValueError",
@@ -39,6 +40,7 @@ __all__ = [
     "UpdatePending",
     "UpdateSpecError",
     "UpdateTimeout",
+    "ValueDevice",
 ]
 
 
@@ -134,7 +136,11 @@ class UpdateTimeout(GraphError, TimeoutError):
 
 
 class FenceTimeout(GraphError, TimeoutError):
-    """The previous step did not end in time; nothing was rewritten."""
+    """The previous step, or another thread's call, did not end in time; nothing was rewritten."""
+
+
+class ReentrantCall(GraphError, RuntimeError):
+    """A runner was called from inside its own call, or from inside a capture, where it would wait for itself."""
 
 
 class StepFailed(GraphError, RuntimeError):
@@ -181,6 +187,10 @@ class RowDtypeError(RowValueError, TypeError):
 
 class AliasedValue(RowValueError):
     """A value that lies in the buffers themselves and would be overwritten while it is read."""
+
+
+class ValueDevice(RowValueError):
+    """A value on a device that a load cannot copy from, or without ordinary memory."""
 
 
 class AddressChanged(GraphError, RuntimeError):

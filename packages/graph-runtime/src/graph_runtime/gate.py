@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from .turns import Turn
 from .worker import UpdateWorker
 
 __all__ = ["DeviceGate"]
@@ -16,6 +17,8 @@ __all__ = ["DeviceGate"]
 
 class DeviceGate:
     """A lock held while a step is enqueued or a graph captured, and one worker for the updates.
+
+    The thread that holds the lock may hold it again: a runner may be called from another one's callback.
 
     torch_npu re-issues updated ops on one stream that all graphs of the process share, and a capture may refuse what
     other threads do meanwhile; so both are taken in turn.
@@ -26,7 +29,7 @@ class DeviceGate:
     """
 
     def __init__(self, name: str, bind: Callable[[], None]) -> None:
-        self.lock = threading.Lock()
+        self.lock = Turn(f"device {name}")
         self._name = name
         self._bind = bind
         self._users = 0

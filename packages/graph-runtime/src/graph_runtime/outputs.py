@@ -1,6 +1,6 @@
 """Cutting what a forward returned to the live rows.
 
-It owns the rule that the first dimension of every output is rows of the batch. It copies nothing.
+It owns the rule that the first dimension of every output is rows of the batch, and the copy of outputs on request.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from .errors import OutputShapeError
 
-__all__ = ["check_output", "cut_output"]
+__all__ = ["check_output", "clone_output", "cut_output"]
 
 
 def check_output(output: Any, bs: int, per_request: int | Sequence[int]) -> None:
@@ -56,6 +56,13 @@ def cut_output(output: Any, raw_bs: int, per_request: int | Sequence[int]) -> An
     return tuple(
         None if item is None else item[: raw_bs * factor] for item, factor in zip(output, factors, strict=True)
     )
+
+
+def clone_output(output: Any) -> Any:
+    """Copies of the tensors of an output, in its structure."""
+    if isinstance(output, torch.Tensor):
+        return output.clone()
+    return None if output is None else tuple(None if item is None else item.clone() for item in output)
 
 
 def _wrong(subject: str, expected: str, got: object) -> OutputShapeError:

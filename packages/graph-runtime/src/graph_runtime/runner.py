@@ -6,8 +6,8 @@ counters. It does not own attention metadata, sampling or the model: those are i
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,14 +24,13 @@ from .errors import (
     DeviceMismatch,
     FenceTimeout,
     GraphClosed,
-    GraphError,
     StepFailed,
-    UpdateFailed,
-    UpdateTimeout,
 )
 from .host_lists import pad_host_lists
-from .outputs import check_output, cut_output
+from .outputs import check_output, clone_output, cut_output
+from .replay import update_and_replay
 from .step import CaptureReport, Decision, Mode, RunnerCounters, StepInputs, StepResult
+from .turns import Turn, capturing, take_turn
 from .update import UpdateSpec
 
 __all__ = ["DecodeRunner"]
@@ -40,7 +39,10 @@ __all__ = ["DecodeRunner"]
 class DecodeRunner:
     """Runs decode steps from captured graphs, and eagerly, with a reason, where there is none.
 
-    One runner may be used from several threads; steps then take turns. Runners of one device share its update worker.
+    One runner may be used from several threads; steps then take turns, and each should ask for a clone of its output,
+    which the next step would overwrite. Runners of one device share its update worker. `before_step` may run another
+    runner, of the same device too. A call of a runner from inside its own call, and any call from inside a capture, is
+    refused.
 
     Args:
         device: Where to capture; the buffers' device.
@@ -57,7 +59,7 @@ class DecodeRunner:
         barrier: Called before every warm-up and capture, by every rank the same number of times.
         warmups: Forwards before the capture of a bucket.
         update_timeout: Seconds that an update may take.
-        fence_timeout: Seconds that the previous step may take.
+        fence_timeout: Seconds that the previous step may take, and those that another thread's call may.
 
     Raises:
         BucketError: The buffers hold fewer requests than the largest bucket.
@@ -100,7 +102,7 @@ class DecodeRunner:
         self._warmups = warmups
         self._update_timeout = update_timeout
         self._fence_timeout = fence_timeout
-        self._lock = threading.Lock()
+        self._turn = Turn(f"a decode runner on {device.name}")
         self._graphs: dict[int, BucketGraph] = {}
         self._failed: dict[int, str] = {}
         self._fence: Fence | None = None
@@ -144,8 +146,10 @@ class DecodeRunner:
             UpdateSpecError: The update does not fit the captured ops; graphs of this call are released.
             OutputShapeError: An output cannot be cut to live rows; graphs of this call are released.
             CaptureFailed: No bucket at all could be captured; eager steps still work.
+            ReentrantCall: Called from inside a call of this runner or a capture.
+            FenceTimeout: The previous step, or another thread's call, did not end in time.
         """
-        with self._lock:
+        with self._exclusive("capture()"):
             self._check_open()
             self._await_previous()
             for bucket, held in list(self._graphs.items()):
@@ -206,6 +210,7 @@ class DecodeRunner:
         raw_bs: int = 0,
         *,
         eager: bool = False,
+        clone: bool = False,
     ) -> StepResult:
         """Runs one step.
 
@@ -215,6 +220,9 @@ class DecodeRunner:
                 lists are changed or kept.
             raw_bs: Live requests.
             eager: Do not replay.
+            clone: Copy the output before another step can start. Without it the output of a replay is a view of static
+                memory, valid until the next step of this runner begins: enough for one thread that reads it before its
+                next `run`, not for several threads that share the runner, nor for outputs that are kept.
 
         Returns:
             The output of the live rows, and how it was made.
@@ -224,12 +232,13 @@ class DecodeRunner:
             RowValueError: A value does not fit its field.
             BatchTooLarge: More requests than the buffers hold.
             BucketError: `raw_bs` is negative.
-            FenceTimeout: The previous step did not end in time. Nothing was written.
+            FenceTimeout: The previous step, or another thread's call, did not end in time. Nothing was written.
+            ReentrantCall: Called from inside a call of this runner or a capture. Nothing was written.
             StepFailed: The device raised in the previous step. Nothing was written; its bucket must be captured again.
             UpdateFailed: The device raised in the update. Nothing was replayed; the bucket must be captured again.
             UpdateTimeout: The update did not end in time. As above.
         """
-        with self._lock:
+        with self._exclusive("run()"):
             self._check_open()
             decision = self.can_run(raw_bs)
             if eager:
@@ -247,7 +256,7 @@ class DecodeRunner:
             prepared = self._buffers.prepare(self._rows(raw_bs), values)
             self._await_previous()
             inputs = self._inputs(host, bs, raw_bs)
-            with self._device.gate.lock, torch.no_grad():
+            with self._on_device("run()"), torch.no_grad():
                 self._buffers.load(prepared)
                 if self._before_step is not None:
                     self._before_step(inputs)
@@ -256,12 +265,17 @@ class DecodeRunner:
                     output = self._forward(inputs)
                     check_output(output, bs, self._output_rows)
                 else:
-                    output = self._replay(self._graphs[decision.bucket], host)
+                    self._buffers.check_addresses()
+                    held = self._graphs[decision.bucket]
+                    output = update_and_replay(held, host, self._worker, self._update_timeout)
+                output = cut_output(output, raw_bs, self._output_rows)
+                if clone:
+                    output = clone_output(output)
                 self._fence = self._device.record_fence()
                 self._last = decision.bucket
             self._count(decision, bs - raw_bs)
             mode: Mode = "eager" if decision.bucket is None else "graph"
-            return StepResult(cut_output(output, raw_bs, self._output_rows), mode, decision.bucket, decision.reason)
+            return StepResult(output, mode, decision.bucket, decision.reason)
 
     def close(self) -> None:
         """Waits for the last step and releases graphs, outputs and the share in the worker; may be called twice.
@@ -269,22 +283,31 @@ class DecodeRunner:
         The buffers belong to the caller and stay open.
 
         Raises:
-            FenceTimeout: The last step did not end in time; everything was released all the same.
+            FenceTimeout: The last step did not end in time; everything was released all the same. Or another thread's
+                call did not; nothing was released.
+            ReentrantCall: Called from inside a call of this runner or a capture; nothing was released.
             StepFailed: The device raised in the last step; everything was released all the same.
         """
-        with self._lock:
+        with self._exclusive("close()"):
             if self._closed:
                 return
             self._closed = True
             try:
                 self._await_previous()
             finally:
-                with self._device.gate.lock:
+                with self._on_device("close()"):
                     for held in self._graphs.values():
                         held.close()
                 self._graphs.clear()
                 self._pool = self._fence = None
                 self._device.gate.leave()
+
+    def _exclusive(self, call: str) -> AbstractContextManager[None]:
+        what = f"{call} of {self._turn.name}"
+        return take_turn(self._turn, self._device.gate.lock, self._fence_timeout, what)
+
+    def _on_device(self, call: str) -> AbstractContextManager[None]:
+        return self._device.gate.lock.hold(self._fence_timeout, f"{call} of {self._turn.name}")
 
     def _factor(self, name: str) -> int:
         return self._per_request.get(name, 1)
@@ -303,7 +326,7 @@ class DecodeRunner:
         return StepInputs(views, host, bs, raw_bs)
 
     def _capture_one(self, bucket: int) -> BucketGraph:
-        with self._device.gate.lock:
+        with self._on_device("capture()"), capturing(f"bucket {bucket} on {self._device.name}"):
             if not self._graphs:  # a pool ends with its last graph and cannot be used again
                 self._pool = self._device.new_pool()
             self._buffers.reset()
@@ -319,34 +342,6 @@ class DecodeRunner:
                 barrier=self._barrier,
                 output_rows=self._output_rows,
             )
-
-    def _replay(self, held: BucketGraph, host: Mapping[str, list[int]]) -> Any:
-        self._buffers.check_addresses()
-        graph = held.graph
-        if graph.records:
-            update = held.bound.values(host)
-            try:
-                self._worker.run(
-                    lambda: graph.update(update, constant=held.bound.constant),
-                    timeout=self._update_timeout,
-                    what=f"update of bucket {held.bucket}: {[record.name for record in graph.records]}",
-                )
-            except UpdateTimeout:
-                graph.abandon(f"an update did not end within {self._update_timeout} s")
-                raise
-            except GraphError:
-                raise
-            except Exception as error:
-                graph.abandon(f"the update worker raised {type(error).__name__}: {error}")
-                raise UpdateFailed(
-                    f"update of bucket {held.bucket}",
-                    expected="an update worker bound to the device",
-                    got=f"{type(error).__name__}: {error}",
-                    consequence="Nothing was replayed; the bucket is out of use.",
-                    remedy="Mend the cause and call capture() again.",
-                ) from error
-        graph.replay()
-        return held.output
 
     def _await_previous(self) -> None:
         fence, what = self._fence, f"previous step ({'eager' if self._last is None else f'bucket {self._last}'})"

@@ -58,8 +58,8 @@ class StepResult:
     """What a step gave.
 
     Attributes:
-        output: The forward's tensor or tuple, cut to the live rows. After a replay these are views of static memory:
-            the next step overwrites them.
+        output: The forward's tensor or tuple, cut to the live rows. After a replay these are views of static memory,
+            which the next step overwrites, unless `run` was asked for a clone.
         mode: ``"graph"`` or ``"eager"``.
         bucket: The replayed bucket, or None.
         reason: Why eager, or None.

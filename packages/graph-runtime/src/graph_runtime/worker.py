@@ -6,13 +6,12 @@ what an update is, and it keeps nothing of a job once the job has ended.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
+from ._stack import stack_of
 from .errors import GraphClosed, UpdateTimeout
 
 __all__ = ["UpdateWorker"]
@@ -131,12 +130,7 @@ class UpdateWorker:
 
     def _timed_out(self, timeout: float | None, what: str) -> UpdateTimeout:
         thread, since = self._thread, self._busy_since
-        where = "the worker's thread has ended"
-        if thread is not None and thread.ident is not None:
-            frame = sys._current_frames().get(thread.ident)
-            if frame is not None:
-                where = "".join(traceback.format_stack(frame)[-4:]).rstrip()
-            del frame
+        where = stack_of(thread.ident if thread is not None else None) or "the worker's thread has ended"
         busy = "is idle" if since is None else f"has been busy for {time.monotonic() - since:.3f} s"
         return UpdateTimeout(
             what,

@@ -204,3 +204,36 @@ def test_values_on_the_device(toy: Any, make: Make) -> None:
         "table": torch.tensor([request.pages], dtype=torch.int32).to("npu:0"),
     }
     toy.check(runner.run(values, {"kv_lens": [1]}, 1), decoder, [request])
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_draft_runner_inside_before_step(toy: Any, make: Make, eager: bool) -> None:
+    """Two runners of one NPU in one step: each has its own buffers, lengths and cache."""
+    draft, draft_decoder = make(fence_timeout=20.0)
+    drafts: list[tuple[Any, list[Any]]] = []
+    draft_requests = [toy.Request(index) for index in (2, 3)]
+
+    def before(step: StepInputs) -> None:
+        drafts.append((toy.step(draft, draft_requests, clone=True), draft_requests))
+
+    target, decoder = make(before_step=before, fence_timeout=20.0)
+    draft.capture(progress=False)
+    target.capture(progress=False)
+    requests = [toy.Request(index) for index in (0, 1)]
+    for _ in range(toy.PAGE + 2):
+        result = toy.step(target, requests, eager=eager)
+    assert len(drafts) == toy.PAGE + 2 and drafts[-1][0].mode == "graph"
+    toy.check(result, decoder, requests)
+    toy.check(drafts[-1][0], draft_decoder, draft_requests)
+
+
+def test_a_clone_outlives_the_next_step(toy: Any, make: Make) -> None:
+    runner, decoder = make()
+    runner.capture(progress=False)
+    first, second = toy.Request(0), toy.Request(1)
+    kept = toy.step(runner, [first], clone=True)
+    view = toy.step(runner, [second])
+    toy.step(runner, [toy.Request(3)])
+    toy.check(kept, decoder, [first])
+    with pytest.raises(AssertionError):
+        toy.check(view, decoder, [second])

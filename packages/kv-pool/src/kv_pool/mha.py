@@ -194,8 +194,8 @@ class MhaPool:
 
         Raises:
             UnknownLayer: The layer or part is not held here.
-            WriteError: Widths, rows, dtype or device do not fit, or (on a CPU) a slot is out of range. Nothing is
-                written.
+            WriteError: Widths, rows, dtype or device do not fit, rows lie in this layer's own K or V, or (on a CPU) a
+                slot is out of range. Nothing is written.
         """
         key_cache, value_cache = self._views(layer_id, part)
         self._writer.write(key_cache, value_cache, slots, key, value)

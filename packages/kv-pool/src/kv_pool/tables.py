@@ -95,8 +95,8 @@ def slots_for(pages: IndexLike, start: int, stop: int, page_size: int) -> IntArr
         Shape: [stop - start]; dtype int64. Computed in 64 bits whatever the dtype of `pages`.
 
     Raises:
-        TableError: Negative, fractional or reversed positions, positions beyond the pages, a reserved or negative page in
-            use, or one whose slots do not fit int64.
+        TableError: Negative, fractional or reversed positions, positions beyond the pages, a reserved or negative page
+            in use, or one whose slots do not fit int64.
     """
     ids = as_index_array("pages", pages)
     page_size = whole_number("page_size", page_size, least=1, consequence="no slot can be computed")

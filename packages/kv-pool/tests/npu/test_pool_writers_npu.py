@@ -8,7 +8,16 @@ import pytest
 import torch
 import torch_npu
 from kv_planner import ModelLayout
-from kv_pool import DeviceMismatch, DtypeMismatch, MhaPool, PageAllocator, WriterName, create_writer, slots_for
+from kv_pool import (
+    AliasedRows,
+    DeviceMismatch,
+    DtypeMismatch,
+    MhaPool,
+    PageAllocator,
+    WriterName,
+    create_writer,
+    slots_for,
+)
 
 NPU = "npu:0"
 HALF_AND_INT8 = [torch.float16, torch.bfloat16, torch.int8]
@@ -109,3 +118,19 @@ def test_the_index_writer_never_counts_from_the_end(make_layout: Callable[..., M
     after = pool.key(layer).cpu()
     changed = (after != before).flatten(2).any(2).nonzero().tolist()
     assert changed == [[0, 0], [1, 2]], "only the slot asked for, and the reserved one"
+
+
+@pytest.mark.parametrize("argument", ["key", "value"])
+@pytest.mark.parametrize("name", WRITERS)
+def test_rows_of_the_layers_own_memory_are_refused(
+    make_layout: Callable[..., ModelLayout], name: WriterName, argument: str
+) -> None:
+    pool = MhaPool(make_layout(), size=16, device=NPU, writer=name)
+    slots, key, value = (tensor.to(NPU) for tensor in _rows(1, [5, 6]))
+    own = {"key": pool.key(1).view(-1, 2, 8)[8:10], "value": pool.value(1).view(-1, 2, 6)[8:10]}[argument]
+    rows = {"key": key, "value": value, argument: own}
+    with pytest.raises(AliasedRows, match=argument):
+        pool.write(1, slots, rows["key"], rows["value"])
+    torch_npu.npu.synchronize()
+    assert not pool.key_storage.any() and not pool.value_storage.any()
+    pool.write(0, slots, rows["key"], rows["value"])  # another layer of the same storage

@@ -141,7 +141,7 @@ def fill_draft_extend_buffers(
         ShapeError: A shape does not fit its role.
         DtypeError: A dtype does not fit its role, or an identifier would be narrowed.
         DeviceError: A tensor lies on another device.
-        AliasError: Two buffers share memory.
+        AliasError: Two buffers share memory, or two elements of one buffer do.
         IndexWidthError: `seq_len_fill` is negative or does not fit; in host memory also: a length does not fit int32, a
             length, slot or pool index is negative, or a draft count leaves its request's window.
     """
@@ -219,6 +219,14 @@ def _check_buffers(buffers: DraftExtendBuffers, max_rows: int, max_tokens: int) 
             _refuse_dtype(f"buffers.{name}", tensor.dtype, "a floating-point dtype" if floating else "int32 or int64")
         if tensor.device != buffers.input_ids.device:
             _refuse_device(f"buffers.{name}", tensor, buffers.input_ids)
+        if _overlaps_itself(tensor):
+            raise AliasError(
+                f"buffers.{name}",
+                given=f"shape {tuple(tensor.shape)} with strides {tensor.stride()}",
+                expected="memory of its own for every element",
+                consequence="the last row written would stand in other rows too",
+                remedy="allocate the buffer, or clone the expanded tensor",
+            )
     spans = sorted((*_span(tensor), name) for name, tensor in named.items() if tensor.numel())
     for (_, end, first), (start, _, second) in pairwise(spans):
         if start < end:
@@ -286,11 +294,12 @@ def _check_values(buffers: DraftExtendBuffers, batch: DraftExtendBatch, window: 
         return
     for name in _NARROWING_FIELDS:
         source, target = getattr(batch, name), getattr(buffers, name)
-        if target.dtype == torch.int32 and int(source.abs().max()) > _INT32_MAX:
+        low, high = int(source.min()), int(source.max())  # abs() would keep -2**63 negative
+        if target.dtype == torch.int32 and (low < -_INT32_MAX or high > _INT32_MAX):
             raise IndexWidthError(
                 f"batch.{name}",
-                given=int(source.abs().max()),
-                expected=f"at most {_INT32_MAX} for an int32 buffer",
+                given=f"values from {low} to {high}",
+                expected=f"at most {_INT32_MAX} in size for an int32 buffer",
                 consequence="the value would wrap",
                 remedy="check the length where it is computed",
             )
@@ -337,6 +346,17 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """First and one past the last byte that a tensor touches."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements may share memory: some axis steps no further than the smaller axes together reach."""
+    reach = 0
+    for stride, size in sorted((abs(step), size) for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return tensor.numel() > 0
+            reach += (size - 1) * stride
+    return False
 
 
 def _refuse_shape(name: str, tensor: torch.Tensor, expected: str) -> NoReturn:

@@ -6,6 +6,7 @@ does not own pages, and it does not decide how many tokens a step has.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -72,11 +73,18 @@ def build_paged_metadata(
     Raises:
         LengthError: A length is negative, or a request has more query than KV tokens.
         TableCapacityError: A KV length exceeds the request's pages, or pages exceed the columns.
-        MetadataError: Numbers of requests differ, exceed `rows`, or a page in use is reserved or negative.
+        MetadataError: Numbers of requests differ, exceed `rows`, a page in use is reserved or negative, page lists are
+            not one-dimensional, or `page_size`, `rows`, `columns` or `pad_q_len` is no whole number in its range.
         IndexWidthError: A page id does not fit int32.
         DtypeError: Ids or lengths are not integers, or a device table is not int32.
     """
+    _whole("page_size", page_size, least=1)
+    for name, number in (("rows", rows), ("columns", columns), ("pad_q_len", pad_q_len)):
+        if number is not None:
+            _whole(name, number, least=0)
     queries, lengths = _lengths("q_lens", q_lens), _lengths("kv_lens", kv_lens)
+    if isinstance(pages, (np.ndarray, torch.Tensor)) and pages.ndim != 2:
+        raise _not_a_list("pages", tuple(pages.shape), "one row a request (two axes)")
     count = len(pages)
     if not count == len(queries) == len(lengths):
         raise MetadataError(
@@ -165,13 +173,7 @@ def _lengths(name: str, values: IntList) -> list[int]:
         )
     array = _integers(name, values)
     if array.ndim != 1:
-        raise MetadataError(
-            name,
-            given=f"shape {array.shape}",
-            expected="one length a request",
-            consequence="lengths could not be assigned",
-            remedy="flatten it",
-        )
+        raise _not_a_list(name, array.shape, "one length a request (one axis)")
     if array.size and int(array.min()) < 0:
         raise LengthError(
             name,
@@ -222,6 +224,9 @@ def _host_table(
     pages: Any, lengths: list[int], page_size: int, height: int, columns: int | None
 ) -> tuple[npt.NDArray[np.int32], list[int]]:
     lists = [_integers(f"pages[{index}]", row) for index, row in enumerate(pages)]
+    for index, row in enumerate(lists):
+        if row.ndim != 1:
+            raise _not_a_list(f"pages[{index}]", row.shape, "one page list a request (one axis)")
     width = max((row.size for row in lists), default=0) if columns is None else columns
     table = np.zeros((height, width), dtype=np.int32)
     for index, (row, length) in enumerate(zip(lists, lengths, strict=True)):
@@ -247,6 +252,31 @@ def _host_table(
             )
         table[index, : row.size] = row
     return table, [row.size for row in lists]
+
+
+def _whole(name: str, value: object, *, least: int) -> None:
+    try:
+        number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or number < least:
+        raise MetadataError(
+            name,
+            given=value,
+            expected=f"a whole number of at least {least}",
+            consequence="rows or pages could not be counted, and attention would address memory outside the cache",
+            remedy="pass the sizes of the captured step and of the pool",
+        )
+
+
+def _not_a_list(name: str, shape: tuple[int, ...], expected: str) -> MetadataError:
+    return MetadataError(
+        name,
+        given=f"shape {tuple(shape)}",
+        expected=expected,
+        consequence="entries could not be assigned to requests",
+        remedy="reshape it",
+    )
 
 
 def _check_columns(name: str, held: int, columns: int) -> None:

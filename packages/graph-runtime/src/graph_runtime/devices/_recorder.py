@@ -13,17 +13,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from graph_runtime.devices._origins import Origins, storage_key
 from graph_runtime.errors import CaptureRefused
 
 __all__ = ["HostReadGuard", "Node", "Recorder"]
 
 _RESIZING = frozenset({"resize_", "resize_as_", "_resize_output_", "set_", "resize_as_sparse_"})
 _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
+_LIFTING = frozenset({"lift", "lift_fresh"})  # what torch.tensor, as_tensor, new_tensor and from_numpy end with
 _HOST_READS = ("tolist", "numpy", "__array__", "item", "__bool__", "__int__", "__float__", "__index__")
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _refuse(op: str, why: str, remedy: str) -> CaptureRefused:
@@ -119,7 +117,8 @@ def _out_form(
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
     """Runs every op and notes it as a node.
 
-    Views and changes of metadata need no node: the consumers of a view hold its address, sizes and strides.
+    Views and changes of metadata need no node: the consumers of a view hold its address, sizes and strides. A constant
+    made from Python numbers gets a node that restores it, as the code would make it anew in every call.
 
     Args:
         device_type: Tensors of other devices are refused.
@@ -130,6 +129,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's _
         self.nodes: list[Node] = []
         self.inside = False
         self._device_type = device_type
+        self._origins = Origins()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -158,6 +158,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's _
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != self._device_type:
                 raise _refuse(name, f"an argument is on {leaf.device}", f"Keep tensors on {self._device_type}.")
+        for leaf in tree_leaves(_written(func, args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and self._origins.is_foreign(leaf):
+                raise _refuse(
+                    name,
+                    "it writes memory that the captured code took from numpy, a buffer or DLPack, whose first content "
+                    "no replay could restore",
+                    "Make the tensor before the capture, or with a torch factory such as torch.zeros or torch.tensor.",
+                )
 
     @staticmethod
     def _has_static_shape(base: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -177,11 +185,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's _
         return False
 
     def _note(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        if torch.Tag.inplace_view in func.tags or func._overloadpacket.__name__ in _UNINITIALISED:
+        base = func._overloadpacket.__name__
+        if torch.Tag.inplace_view in func.tags:
             return
-        inputs = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        if base in _LIFTING and isinstance(result, torch.Tensor):
+            self._note_constant(result)
+            return
+        inputs = {storage_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        results = [None if _storage(leaf) in inputs else leaf.detach() for leaf in outputs]
+        results = [None if storage_key(leaf) in inputs else leaf.detach() for leaf in outputs]
+        for leaf in results:
+            if leaf is not None:
+                self._origins.produced(leaf)
+        if base in _UNINITIALISED:
+            return
         mutable = func._schema.is_mutable
         if not mutable and outputs and all(leaf is None for leaf in results):
             return
@@ -191,6 +208,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's _
         if all(leaf is None for leaf in results):
             results = []
         self.nodes.append(Node(func, held_args, held_kwargs, results, into))
+
+    def _note_constant(self, made: torch.Tensor) -> None:
+        if self._origins.is_produced(made) or self._origins.is_foreign(made):
+            return  # an op's result; or memory of others, which is only read (see `_check`) and so needs no restoring
+        self._origins.produced(made)
+        copy: Any = torch.ops.aten.copy_.default
+        self.nodes.append(Node(copy, [made.detach(), made.detach().clone()], {}, [], None))
+
+
+def _written(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that the op's schema says it writes."""
+    if not func._schema.is_mutable:
+        return []
+    return [
+        args[index] if index < len(args) else kwargs.get(argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 class HostReadGuard(TorchFunctionMode):

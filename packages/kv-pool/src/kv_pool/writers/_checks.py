@@ -9,7 +9,7 @@ import torch
 
 from kv_pool.errors import AliasedRows, DeviceMismatch, DtypeMismatch, RowMismatch, SlotOutOfRange, WidthMismatch
 
-__all__ = ["check_slot_values", "check_write"]
+__all__ = ["check_apart", "check_slot_values", "check_write"]
 
 
 def check_write(
@@ -71,17 +71,22 @@ def check_write(
                 consequence="the write would wait for a copy, and could not be captured",
                 remedy="move it to the pool's device first",
             )
-    if not torch.compiler.is_compiling():  # a traced call functionalises: sources are read before caches change
-        for name, tensor in (("slots", slots), ("key", key), ("value", value)):
-            for cache in (key_cache, value_cache):
-                if _share_memory(tensor, cache):
-                    raise AliasedRows(
-                        name,
-                        given="a view of the pool's own memory",
-                        expected="memory apart from the layer's K and V",
-                        consequence="rows would be overwritten while they are read",
-                        remedy="clone it first",
-                    )
+
+
+def check_apart(
+    key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> None:
+    """Refuse sources that share memory with the layer; outside `check_write`, which must stay traceable."""
+    for name, tensor in (("slots", slots), ("key", key), ("value", value)):
+        for cache in (key_cache, value_cache):
+            if _share_memory(tensor, cache):
+                raise AliasedRows(
+                    name,
+                    given="a view of the pool's own memory",
+                    expected="memory apart from the layer's K and V",
+                    consequence="rows would be overwritten while they are read",
+                    remedy="clone it first",
+                )
 
 
 def _share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -97,7 +102,7 @@ def _share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """First and one past the last byte within the storage."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start, size = tensor.storage_offset(), tensor.element_size()
+    start, size = int(tensor.storage_offset()), tensor.element_size()
     return start * size, (start + last + 1) * size
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from kv_pool.writers._checks import check_slot_values, check_write
+from kv_pool.writers._checks import check_apart, check_slot_values, check_write
 
 __all__ = ["IndexWriter", "index_write"]
 
@@ -33,8 +33,10 @@ def index_write(
         reserved and read by nobody. Indexed assignment alone would take it for a slot counted from the pool's end.
 
     Raises:
+        AliasedRows: A source lies in the caches.
         SlotOutOfRange: In host memory, a slot is outside the pool.
     """
+    check_apart(key_cache, value_cache, slots, key, value)
     if key_cache.device.type == "cpu":
         check_slot_values(slots, key_cache.shape[0] * key_cache.shape[1])
     rows = slots.to(torch.int64).clamp_min(0)

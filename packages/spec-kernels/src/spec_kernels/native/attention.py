@@ -8,14 +8,13 @@ check shapes (see `spec_kernels.attention`); lengths are checked again here, bec
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from spec_kernels.paged_metadata import PagedAttentionMetadata, check_kv_lens
 
 __all__ = ["paged_attention", "run"]
 
-_MASK_ELEMENTS = 1 << 22
-"""Elements of a mask at a time: 16 MiB in float32."""
+_SCORE_ELEMENTS = 1 << 22
+"""Scores at a time: 16 MiB in float32."""
 
 
 @torch.library.custom_op(
@@ -92,33 +91,31 @@ def run(
 def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
     """One request; query heads that share a KV head are folded into the token axis, so K and V are never repeated.
 
-    Queries go in blocks that bound the mask; a block looks no further than its last query sees.
+    Queries go in blocks that bound the scores; a block looks no further than its last query sees. The softmax is
+    written out because torch's fused attention takes a row of NaN scores for a masked one: here NaN stays NaN.
     """
     q_len, heads, dims = query.shape
     kv_len, kv_heads, _ = keys.shape
     group = heads // kv_heads
     compute = torch.float64 if query.dtype == torch.float64 else torch.float32
     grouped = query.to(compute).view(q_len, kv_heads, group, dims).permute(1, 2, 0, 3)
-    keys = keys.to(compute).permute(1, 0, 2).unsqueeze(0)
-    values = values.to(compute).permute(1, 0, 2).unsqueeze(0)
+    keys = keys.to(compute).permute(1, 2, 0)
+    values = values.to(compute).permute(1, 0, 2)
     masked = causal and q_len > 1
-    step = max(1, _MASK_ELEMENTS // (group * kv_len)) if masked else q_len
+    step = max(1, _SCORE_ELEMENTS // (heads * kv_len))
     blocks = []
     for start in range(0, q_len, step):
         end = min(start + step, q_len)
         seen = kv_len - q_len + end if masked else kv_len
-        result = scaled_dot_product_attention(
-            grouped[:, :, start:end].reshape(1, kv_heads, -1, dims),
-            keys[:, :, :seen],
-            values[:, :, :seen],
-            attn_mask=_mask(group, end - start, seen, compute, query.device) if masked else None,
-            scale=scale,
-        )
+        scores = torch.bmm(grouped[:, :, start:end].reshape(kv_heads, -1, dims), keys[:, :, :seen]).mul_(scale)
+        if masked:
+            by_query = scores.view(kv_heads, group, end - start, seen)
+            by_query.masked_fill_(_hidden(end - start, seen, query.device), float("-inf"))
+        result = torch.bmm(torch.softmax(scores, dim=-1), values[:, :seen])
         blocks.append(result.view(kv_heads, group, end - start, -1).permute(2, 0, 1, 3))
     return torch.cat(blocks).reshape(q_len, heads, -1).to(query.dtype)
 
 
-def _mask(group: int, q_len: int, kv_len: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Additive causal mask for queries that end where the keys end. Shape: [group * q_len, kv_len]."""
-    hidden = torch.full((q_len, kv_len), float("-inf"), dtype=dtype, device=device).triu(kv_len - q_len + 1)
-    return hidden.expand(group, q_len, kv_len).reshape(group * q_len, kv_len)
+def _hidden(q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
+    """Which keys queries do not see that end where the keys end. Shape: [q_len, kv_len]; dtype bool."""
+    return torch.ones((q_len, kv_len), dtype=torch.bool, device=device).triu(kv_len - q_len + 1)

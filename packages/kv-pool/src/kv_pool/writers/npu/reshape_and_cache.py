@@ -9,7 +9,7 @@ import torch
 import torch_npu
 
 from kv_pool.errors import DtypeMismatch
-from kv_pool.writers._checks import check_write
+from kv_pool.writers._checks import check_apart, check_write
 
 __all__ = ["ReshapeAndCacheWriter"]
 
@@ -32,6 +32,7 @@ class ReshapeAndCacheWriter:
     ) -> None:
         """See `Writer.write`."""
         check_write(key_cache, value_cache, slots, key, value, (torch.int32,))
+        check_apart(key_cache, value_cache, slots, key, value)
         if key_cache.dtype not in _DTYPES or key_cache.dtype != value_cache.dtype:
             raise DtypeMismatch(
                 "key, value",

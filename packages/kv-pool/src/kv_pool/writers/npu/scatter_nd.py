@@ -9,7 +9,7 @@ import torch
 import torch_npu
 
 from kv_pool.errors import DtypeMismatch
-from kv_pool.writers._checks import check_write
+from kv_pool.writers._checks import check_apart, check_write
 
 __all__ = ["ScatterNdWriter"]
 
@@ -35,6 +35,7 @@ class ScatterNdWriter:
     ) -> None:
         """See `Writer.write`."""
         check_write(key_cache, value_cache, slots, key, value, (torch.int32, torch.int64))
+        check_apart(key_cache, value_cache, slots, key, value)
         for name, cache in (("key", key_cache), ("value", value_cache)):
             if cache.dtype not in _DTYPES:
                 raise DtypeMismatch(
