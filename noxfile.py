@@ -107,7 +107,7 @@ def tests(session: nox.Session) -> None:
     session.run("cargo", "test", "--quiet", "--manifest-path", str(PLANNER / "Cargo.toml"), external=True)
     packages = [ROOT / "packages" / name / "tests" for name in PURE_PACKAGES if name != "ascend-emulator"]
     npu = [folder / "npu" for folder in packages if (folder / "npu").is_dir()]
-    on_cpu = [PLANNER_SHELL / "tests", *packages, "tests", *(f"--ignore={folder}" for folder in npu)]
+    on_cpu: list[str | Path] = [PLANNER_SHELL / "tests", *packages, "tests", *(f"--ignore={folder}" for folder in npu)]
     _pytest(session, *on_cpu)
     _pytest(session, ROOT / "packages/ascend-emulator/tests", *npu)
 
@@ -228,6 +228,13 @@ def soak(session: nox.Session) -> None:
     _install(session, "demo", "test")
     session.env["OMP_NUM_THREADS"] = "1"
     session.run("python", "tools/soak.py", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The pages under docs/ as a site in .nox/site, without warnings; `tests` runs their snippets."""
+    session.install(*_group("docs"))
+    session.run("mkdocs", "build", "--strict", "--quiet", "--site-dir", str(ROOT / ".nox" / "site"))
 
 
 @nox.session
