@@ -34,6 +34,7 @@ from kv_transfer.states import SENDER_STEPS, SenderState, StateMachine
 
 __all__ = ["Chunk", "SenderRoom"]
 
+_VERDICT = 0.3  # seconds between an engine's failure and the end of the room
 _MOST = 2**63 - 1
 
 
@@ -101,6 +102,7 @@ class SenderRoom:
         self._in_flight: list[TransferHandle] = []
         self._metadata: Mapping[str, JsonValue] = {}
         self._connected = True
+        self._suspicion: tuple[TransferFailed, float] | None = None
         self._machine = StateMachine(self.name, SENDER_STEPS, SenderState.SENDING)
 
     @property
@@ -205,12 +207,22 @@ class SenderRoom:
 
     def fail(self, error: TransferError) -> None:
         """Gives the room up: nothing more is submitted, what waits is cancelled. Does nothing after the end."""
+        if self._suspicion is not None and error is not self._suspicion[0] and error.__cause__ is None:
+            error.__cause__ = self._suspicion[0]
         if self.state is SenderState.DONE_SENT:
             self.error = error
             self._machine.to(SenderState.ABORTED)
         elif self.state in (SenderState.SENDING, SenderState.DRAINING):
             self.error = error
             self._machine.to(SenderState.ABORTING)
+            self._queued.clear()
+            for handle in self._in_flight:
+                self._cancel(handle)
+
+    def _engine_failed(self, error: TransferFailed, now: float) -> None:
+        """Stops, and gives the news of a dead receiver, which often comes second, a moment to name the real cause."""
+        if self._suspicion is None and self.state in (SenderState.SENDING, SenderState.DRAINING):
+            self._suspicion = (error, now + _VERDICT)
             self._queued.clear()
             for handle in self._in_flight:
                 self._cancel(handle)
@@ -228,9 +240,11 @@ class SenderRoom:
     def step(self, now: float) -> None:
         """Polls and feeds the engine, and takes the steps that follow."""
         self._poll(now)
+        if self._suspicion is not None and now >= self._suspicion[1]:
+            self.fail(self._suspicion[0])
         if self.state in (SenderState.SENDING, SenderState.DRAINING):
-            self._feed()
-        if self.state is SenderState.DRAINING and not self._queued and not self._in_flight:
+            self._feed(now)
+        if self.state is SenderState.DRAINING and self._suspicion is None and not self._queued and not self._in_flight:
             if self.offer is None:
                 self._machine.to(SenderState.FINISHED)
             else:
@@ -261,10 +275,11 @@ class SenderRoom:
                 self.blocks += handle.blocks
                 self._progress_at = now
             else:
-                self.fail(
+                self._engine_failed(
                     TransferFailed(
                         f"{self.name}: {status.error}", consequence="its pages at the receiver are undefined"
-                    )
+                    ),
+                    now,
                 )
         self._in_flight = still
 
@@ -289,7 +304,7 @@ class SenderRoom:
                 raise
             return TransferStatus(TransferState.FAILED, f"engine {self._engine.name!r} raised {error!r}")
 
-    def _feed(self) -> None:
+    def _feed(self, now: float) -> None:
         while self._queued and len(self._in_flight) < self._limits.batches_in_flight:
             try:
                 self._in_flight.append(self._engine.submit(self._peer, self._queued.popleft()))
@@ -298,7 +313,7 @@ class SenderRoom:
                     raise
                 failure = TransferFailed(f"{self.name}: {error}", consequence="its pages at the receiver are undefined")
                 failure.__cause__ = error
-                self.fail(failure)
+                self._engine_failed(failure, now)
 
     def _select(self, layer_ids: Iterable[int] | None, parts: Iterable[kv_planner.Part] | None) -> tuple[Layer, ...]:
         layers = self._summary.layers
@@ -324,6 +339,8 @@ class SenderRoom:
     def _require_sending(self, call: str) -> None:
         if self.error is not None:
             raise self.error
+        if self._suspicion is not None:
+            raise self._suspicion[0]
         if self.state is not SenderState.SENDING:
             raise SessionStateError(f"{self.name}: {call} after finish", local=self.state.value)
 
