@@ -44,7 +44,7 @@ def _digest(*folders: Path) -> str:
     digest = hashlib.sha256()
     for folder in folders:
         for path in sorted(folder.rglob("*")):
-            if path.suffix in {".rs", ".toml", ".lock"} and "target" not in path.parts:
+            if path.suffix in {".rs", ".toml"} and "target" not in path.parts:
                 digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     return digest.hexdigest()
 
