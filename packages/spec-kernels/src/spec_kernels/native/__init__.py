@@ -6,6 +6,6 @@ name.
 
 from __future__ import annotations
 
-from spec_kernels.native import attention, draft_extend
+from spec_kernels.native import attention, chain, draft_extend
 
-__all__ = ["attention", "draft_extend"]
+__all__ = ["attention", "chain", "draft_extend"]
