@@ -66,7 +66,7 @@ class _Worker:
 
 
 class Workers:
-    """The worker processes of one run; use as a context manager."""
+    """The worker processes of one run; `close` ends them."""
 
     def __init__(self, config: ServeConfig) -> None:
         """Start one process a role."""
@@ -78,12 +78,6 @@ class Workers:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _start(self, role: Role, config: ServeConfig) -> _Worker:
         socket = self._context.socket(zmq.PAIR)
