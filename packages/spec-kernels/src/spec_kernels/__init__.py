@@ -29,7 +29,12 @@ from spec_kernels.errors import (
     UnknownOp,
     UnsupportedByOp,
 )
-from spec_kernels.paged_metadata import PagedAttentionMetadata, build_paged_metadata, check_kv_lens
+from spec_kernels.paged_metadata import (
+    PagedAttentionMetadata,
+    build_paged_metadata,
+    check_kv_lens,
+    exact_length_mask,
+)
 
 __all__ = [
     "AliasError",
@@ -60,6 +65,7 @@ __all__ = [
     "build_paged_metadata",
     "check_kv_lens",
     "choose",
+    "exact_length_mask",
     "fill_draft_extend_buffers",
     "native",
     "ops",

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias, cast
 import torch
 
 from spec_kernels.dispatch import BackendName, choose, load
-from spec_kernels.errors import BackendError, DeviceError, DtypeError, LengthError, ShapeError
+from spec_kernels.errors import BackendError, DeviceError, DtypeError, LengthError, MetadataError, ShapeError
 from spec_kernels.paged_metadata import PagedAttentionMetadata, check_kv_lens
 
 __all__ = ["FiaVersion", "paged_attention", "paged_attention_update_keys"]
@@ -39,7 +39,8 @@ def paged_attention(
     """Attend from each request's last query tokens to its paged K and V.
 
     Query token `i` of a request with query width `q` and KV length `n` stands at position `n - q + i` and, when
-    `causal`, sees positions up to its own. Scores and sums are computed in float32 (float64 for float64 inputs),
+    `causal`, sees positions up to its own. `metadata.mask` replaces that rule: a query token then sees what lies below
+    `n` and is not hidden. Scores and sums are computed in float32 (float64 for float64 inputs),
     whatever the dtype.
 
     Args:
@@ -49,7 +50,7 @@ def paged_attention(
         metadata: Block table and lengths; every query length equals `q`.
         scale: Factor on the scores, usually `dims ** -0.5`.
         page_size: Tokens in a page, as in the caches.
-        causal: Whether a query sees only positions up to its own.
+        causal: Whether a query sees only positions up to its own; False with a mask.
         backend: Insist on a backend; the first eligible one when `None`.
         fia: Version of the device's fused operator; for the `npu` backend only.
 
@@ -58,7 +59,7 @@ def paged_attention(
 
     Mutates: nothing.
 
-    Padding: rows with KV length 0 give zeros, whatever their table says. Zero rows give an empty result.
+    Padding: rows with KV length 0, and query tokens that see nothing, give zeros, whatever their table says. Zero rows give an empty result.
 
     Raises:
         BackendError: The backend is not eligible here.
@@ -66,6 +67,7 @@ def paged_attention(
         DtypeError: Dtypes differ, or the device's operator does not take them (float32 on npu).
         DeviceError: Tensors lie on different devices.
         LengthError: A length does not fit the query.
+        MetadataError: A mask together with `causal`, which would say twice what a query sees.
         TableCapacityError: A KV length exceeds the table.
         UnsupportedByOp: (npu) The operator documents that it refuses these sizes.
         CaptureError: (npu) The first call for q > 1 happens inside graph capture.
@@ -83,6 +85,8 @@ def paged_attention(
             remedy="leave fia out",
         )
     _check(query, key_cache, value_cache, metadata, page_size)
+    if metadata.mask is not None:
+        _check_mask(query, metadata, metadata.mask, page_size, causal)
     run = load("paged_attention", chosen)
     return cast(
         torch.Tensor, run(query, key_cache, value_cache, metadata, scale=float(scale), causal=bool(causal), fia=fia)
@@ -191,3 +195,34 @@ def _check(
             remedy="group requests by query length, or run one request a call",
         )
     check_kv_lens(metadata.kv_lens, columns=table.shape[1], page_size=page_size, q_len=width)
+
+
+def _check_mask(
+    query: torch.Tensor, metadata: PagedAttentionMetadata, mask: torch.Tensor, page_size: int, causal: bool
+) -> None:
+    if causal:
+        raise MetadataError(
+            "metadata.mask, causal",
+            given="a mask and causal=True",
+            expected="causal=False with a mask",
+            consequence="causality would count from lengths that are upper bounds, and backends would differ",
+            remedy="let the mask hide what a query does not see (exact_length_mask does), and pass causal=False",
+        )
+    rows, width = query.shape[:2]
+    wanted = (rows, width, metadata.block_table.shape[1] * page_size)
+    if tuple(mask.shape) != wanted or mask.dtype != torch.bool:
+        raise ShapeError(
+            "metadata.mask",
+            given=f"{mask.dtype} of shape {tuple(mask.shape)}",
+            expected=f"torch.bool of shape {list(wanted)}: rows, query tokens, columns * page_size",
+            consequence="a query token would see what another one sees",
+            remedy="build it with exact_length_mask, or in that shape",
+        )
+    if mask.device != query.device:
+        raise DeviceError(
+            "metadata.mask",
+            given=mask.device,
+            expected=f"{query.device} like the query",
+            consequence="the op would wait for a copy, and could not be captured",
+            remedy="move it first",
+        )

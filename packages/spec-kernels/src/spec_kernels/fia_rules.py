@@ -58,7 +58,7 @@ class FiaPlan:
 
     Attributes:
         layout: `"BSND"`, or `"TND"` where K and V differ in width and TND takes the pair.
-        sparse_mode: 0 without a mask, 3 with the fixed 2048x2048 causal mask.
+        sparse_mode: 0 without a mask or with the caller's, 3 with the fixed 2048x2048 causal mask.
     """
 
     layout: Literal["BSND", "TND"]
@@ -66,16 +66,17 @@ class FiaPlan:
 
     @property
     def needs_mask(self) -> bool:
-        """Whether the causal mask must be passed."""
+        """Whether the fixed causal mask must be passed."""
         return self.sparse_mode == 3
 
 
-def plan_fia(shape: FiaShape, *, causal: bool) -> FiaPlan:
+def plan_fia(shape: FiaShape, *, causal: bool, masked: bool = False) -> FiaPlan:
     """Choose a layout that the operator accepts.
 
     Args:
         shape: Sizes of the call.
         causal: Whether queries see only positions up to their own. One query token a row sees everything either way.
+        masked: Whether the caller passes a mask of its own; BSND takes one.
 
     Raises:
         DtypeError: The operator takes float16 and bfloat16 only.
@@ -91,6 +92,8 @@ def plan_fia(shape: FiaShape, *, causal: bool) -> FiaPlan:
         )
     common = _common(shape)
     reasons: dict[Literal["BSND", "TND"], list[str]] = {"BSND": common + _bsnd(shape), "TND": common + _tnd(shape)}
+    if masked:
+        reasons["TND"].append("no mask for every query token")
     order: tuple[Literal["BSND", "TND"], ...] = ("BSND", "TND") if shape.dims == shape.value_dims else ("TND", "BSND")
     for layout in order:
         if not reasons[layout]:

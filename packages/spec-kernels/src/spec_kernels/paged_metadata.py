@@ -17,7 +17,7 @@ import torch
 
 from spec_kernels.errors import DtypeError, IndexWidthError, LengthError, MetadataError, TableCapacityError
 
-__all__ = ["PagedAttentionMetadata", "build_paged_metadata", "check_kv_lens"]
+__all__ = ["PagedAttentionMetadata", "build_paged_metadata", "check_kv_lens", "exact_length_mask"]
 
 IntList: TypeAlias = "Sequence[int] | npt.NDArray[Any] | torch.Tensor"
 INT32_MAX = 2**31 - 1
@@ -31,12 +31,50 @@ class PagedAttentionMetadata:
         block_table: Pages of each request in token order, padded with page 0. Shape: [rows, columns]; dtype int32; on
             the device of the query.
         q_lens: Query tokens of each request.
-        kv_lens: KV tokens of each request, this step's included; 0 marks a padded row.
+        kv_lens: KV tokens of each request, this step's included; 0 marks a padded row. With a mask, upper bounds: what
+            lies below them must be finite memory, hidden or not.
+        mask: Which KV tokens each query token does not see (True hides), or None. Shape: [rows, q, columns *
+            page_size]; dtype bool; on the device of the query. See `exact_length_mask`.
     """
 
     block_table: torch.Tensor
     q_lens: list[int]
     kv_lens: list[int]
+    mask: torch.Tensor | None = None
+
+
+def exact_length_mask(kv_lens: torch.Tensor, *, q_len: int, columns: int, page_size: int) -> torch.Tensor:
+    """Hide what lies past lengths that only the device knows, and past each query token's own position.
+
+    For steps that are prepared before the step before them has ended: the host then knows upper bounds of the lengths,
+    and passes those as `PagedAttentionMetadata.kv_lens`. Reads no value on the host, so it may be captured.
+
+    Args:
+        kv_lens: KV tokens of each request, this step's included; below `q_len` only in padded rows. Shape: [rows];
+            dtype int64 or int32. Never mutated.
+        q_len: Query tokens of each request, the last ones of its KV tokens.
+        columns: Columns of the block table.
+        page_size: Tokens in a page.
+
+    Returns:
+        Shape: [rows, q_len, columns * page_size]; dtype bool; True hides.
+
+    Raises:
+        DtypeError: Lengths are not integers of one axis.
+        MetadataError: A size is no whole number in its range.
+    """
+    for name, number, least in (("q_len", q_len, 1), ("columns", columns, 1), ("page_size", page_size, 1)):
+        _whole(name, number, least=least)
+    if kv_lens.ndim != 1 or kv_lens.dtype not in (torch.int32, torch.int64):
+        raise DtypeError(
+            "kv_lens",
+            given=f"{kv_lens.dtype} of shape {tuple(kv_lens.shape)}",
+            expected="int32 or int64 of shape [rows]",
+            consequence="lengths would be misread",
+            remedy="pass the device's lengths, one a request",
+        )
+    last = (kv_lens - q_len).unsqueeze(1) + torch.arange(q_len, device=kv_lens.device)
+    return torch.arange(columns * page_size, device=kv_lens.device) > last.unsqueeze(2)
 
 
 def build_paged_metadata(

@@ -134,6 +134,35 @@ def test_capture_update_replay(
         assert torch.equal(out, sk.paged_attention(query, key, value, eager, scale=case.scale, page_size=128, fia=fia))
 
 
+@pytest.mark.parametrize(("sizes", "dtype"), [(MODEL, torch.float16), (MIXED, torch.bfloat16)])
+@pytest.mark.parametrize("width", [1, 3])
+def test_host_bounds_and_exact_device_lengths(
+    attention_case: Case, close: Check, sizes: dict[str, Any], dtype: torch.dtype, width: int
+) -> None:
+    """Captured once; each replay brings bounds on the host and exact lengths on the device."""
+    case = attention_case(kv_lens=[140, 131, 0], width=width, dtype=dtype, **sizes)
+    query, key, value = (tensor.to(NPU) for tensor in (case.query, case.key, case.value))
+    table = case.metadata(NPU, columns=4).block_table
+    exact = torch.zeros(3, dtype=torch.int64, device=NPU)
+
+    def step() -> torch.Tensor:
+        mask = sk.exact_length_mask(exact, q_len=width, columns=4, page_size=128)
+        metadata = sk.PagedAttentionMetadata(table, [width] * 3, [0] * 3, mask)
+        return sk.paged_attention(query, key, value, metadata, scale=case.scale, page_size=128, causal=False)
+
+    step()
+    torch_npu.npu.synchronize()
+    graph = torch_npu.npu.NPUGraph()
+    with torch_npu.npu.graph(graph, auto_dispatch_capture=True):
+        out = step()
+    for lengths, bounds in (([140, 131, 0], [145, 136, 0]), ([width, 64, 0], [width + 1, 129, 0])):
+        exact.copy_(torch.tensor(lengths))
+        graph.update(cpu_update_input=[{"actual_seq_kvlen": bounds}])
+        graph.replay()
+        torch_npu.npu.synchronize()
+        close(out, case.expected(kv_lens=lengths))
+
+
 def test_a_first_chunk_inside_capture_is_an_error(
     attention_case: Case, monkeypatch: pytest.MonkeyPatch, check_attention: Check
 ) -> None:

@@ -20,7 +20,7 @@ _SCORE_ELEMENTS = 1 << 22
 @torch.library.custom_op(
     "spec_kernels::paged_attention",
     mutates_args=(),
-    schema="(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, *, "
+    schema="(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor? mask=None, *, "
     "int[] q_lens, int[] kv_lens, float scale, bool causal) -> Tensor",
 )
 def paged_attention(
@@ -28,6 +28,7 @@ def paged_attention(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     block_table: torch.Tensor,
+    mask: torch.Tensor | None = None,
     *,
     q_lens: list[int],
     kv_lens: list[int],
@@ -45,7 +46,8 @@ def paged_attention(
         pages = block_table[row, : -(-kv_len // page_size)]
         keys = key_cache.index_select(0, pages).flatten(0, 1)[:kv_len]
         values = value_cache.index_select(0, pages).flatten(0, 1)[:kv_len]
-        out[row, :q_len] = _attend(query[row, :q_len], keys, values, scale, causal)
+        hidden = None if mask is None else mask[row, :q_len, :kv_len]
+        out[row, :q_len] = _attend(query[row, :q_len], keys, values, scale, causal, hidden)
     return out
 
 
@@ -55,6 +57,7 @@ def _paged_attention_fake(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     block_table: torch.Tensor,
+    mask: torch.Tensor | None = None,
     *,
     q_lens: list[int],
     kv_lens: list[int],
@@ -80,6 +83,7 @@ def run(
         key_cache,
         value_cache,
         metadata.block_table,
+        metadata.mask,
         q_lens=metadata.q_lens,
         kv_lens=metadata.kv_lens,
         scale=scale,
@@ -88,7 +92,14 @@ def run(
     return out
 
 
-def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    causal: bool,
+    hidden: torch.Tensor | None,
+) -> torch.Tensor:
     """One request; query heads that share a KV head are folded into the token axis, so K and V are never repeated.
 
     Queries go in blocks that bound the scores; a block looks no further than its last query sees. The softmax is
@@ -111,7 +122,13 @@ def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale
         if masked:
             by_query = scores.view(kv_heads, group, end - start, seen)
             by_query.masked_fill_(_hidden(end - start, seen, query.device), float("-inf"))
-        result = torch.bmm(torch.softmax(scores, dim=-1), values[:, :seen])
+        if hidden is not None:
+            scores.view(kv_heads, group, end - start, seen).masked_fill_(hidden[start:end], float("-inf"))
+        weights = torch.softmax(scores, dim=-1)
+        if hidden is not None:  # who sees nothing attends to nothing
+            blind = hidden[start:end].all(-1, keepdim=True)
+            weights.view(kv_heads, group, end - start, seen).masked_fill_(blind, 0.0)
+        result = torch.bmm(weights, values[:, :seen])
         blocks.append(result.view(kv_heads, group, end - start, -1).permute(2, 0, 1, 3))
     return torch.cat(blocks).reshape(q_len, heads, -1).to(query.dtype)
 

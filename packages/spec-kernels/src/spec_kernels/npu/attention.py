@@ -40,11 +40,13 @@ def run(
     shape = FiaShape(
         rows, width, heads, kv_heads, dims, value_dims, page_size, pages, query.dtype, longest=longest, blocks=blocks
     )
-    plan = plan_fia(shape, causal=causal)
+    plan = plan_fia(shape, causal=causal, masked=metadata.mask is not None)
     if not rows or not width:
         return query.new_empty((rows, width, heads, value_dims))
     keys, values = _flat("key_cache", key_cache), _flat("value_cache", value_cache)
     mask = _causal_mask(query.device) if plan.needs_mask else None
+    if metadata.mask is not None:
+        mask = metadata.mask.unsqueeze(1)
     packed = query.contiguous()
     q_lens = list(metadata.q_lens)
     if plan.layout == "TND":
