@@ -69,6 +69,38 @@ def test_a_room_can_be_rejected_before_and_after_its_offer(two_stages: Pair) -> 
         first.open(8, timeout=5)
 
 
+def test_a_receiver_rejects_a_room_that_it_will_never_offer(two_stages: Pair) -> None:
+    first, second = two_stages.senders
+    waited: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            first.open(8, timeout=20)
+        except kt.TransferAborted as error:
+            waited.append(error)
+
+    for sender in two_stages.senders:
+        sender.wait_ready()
+    thread = threading.Thread(target=wait)
+    thread.start()
+    started = time.monotonic()
+    two_stages.receiver.reject(8, "the request was given up")
+    thread.join(20)
+    assert time.monotonic() - started < 10
+    assert len(waited) == 1 and "given up" in str(waited[0])
+    with pytest.raises(kt.TransferAborted, match="given up"):  # it came before this rank asked
+        second.open(8, timeout=5)
+    session = two_stages.receiver.open(8, [1])  # the number is free at once, and an old reject does not stick
+    opened = [sender.open(8, timeout=5) for sender in two_stages.senders]
+    with pytest.raises(kt.SessionStateError, match="abort its session"):
+        two_stages.receiver.reject(8, "too late")
+    for sending in opened:
+        sending.send([1], start=0)
+        sending.finish(wait=False)
+    assert session.wait(5).pages == 1
+    assert all(sender._core is not None and sender._core.late_messages == 0 for sender in two_stages.senders)
+
+
 def test_abort_before_the_sender_opened_is_told_at_once(two_stages: Pair) -> None:
     for sender in two_stages.senders:
         sender.wait_ready()

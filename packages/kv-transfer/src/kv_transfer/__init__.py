@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from kv_transfer.isolation import enter_loopback_namespace as enter_loopback_namespace
     from kv_transfer.messages import PROTOCOL_VERSION as PROTOCOL_VERSION
     from kv_transfer.receiver import Receiver as Receiver
-    from kv_transfer.receiver import ReceiverSession as ReceiverSession
+    from kv_transfer.receiver_session import ReceiverSession as ReceiverSession
     from kv_transfer.receiver_room import TransferResult as TransferResult
     from kv_transfer.registry import create_engine as create_engine
     from kv_transfer.registry import engine_names as engine_names
@@ -78,7 +78,8 @@ _HOMES = {
     "handshake": ("Rank",),
     "isolation": ("Isolation", "current_isolation", "enter_loopback_namespace"),
     "messages": ("PROTOCOL_VERSION",),
-    "receiver": ("Receiver", "ReceiverSession"),
+    "receiver": ("Receiver",),
+    "receiver_session": ("ReceiverSession",),
     "receiver_room": ("TransferResult",),
     "registry": ("create_engine", "engine_names", "register_engine"),
     "sender": ("Sender", "SenderSession"),

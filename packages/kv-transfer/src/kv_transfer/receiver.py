@@ -1,4 +1,4 @@
-"""The decode side: `Receiver`, one per decode rank, and its `ReceiverSession`, one per room.
+"""The decode side: `Receiver`, one per decode rank; its rooms are in `receiver_session.py`.
 
 Thin and thread-safe: what happens is decided in `ReceiverCore` and `ReceiverRoom`; sockets belong to the thread of
 `Endpoint`.
@@ -23,12 +23,12 @@ from kv_transfer.errors import PeerRefused, SessionStateError, TransferAborted, 
 from kv_transfer.handshake import Rank, check_movable
 from kv_transfer.loop import Endpoint
 from kv_transfer.receiver_core import ReceiverCore
-from kv_transfer.receiver_room import ReceiverRoom, TransferResult
+from kv_transfer.receiver_room import ReceiverRoom
+from kv_transfer.receiver_session import ReceiverSession
 from kv_transfer.regions import register_manifest
-from kv_transfer.states import ReceiverState
 from kv_transfer.terms import ALL_PARTS, Terms
 
-__all__ = ["Receiver", "ReceiverSession"]
+__all__ = ["Receiver"]
 
 
 class Receiver(Endpoint):
@@ -197,7 +197,27 @@ class Receiver(Endpoint):
             self._require_running()
             opened = self._core.open_room(room, pages.tolist(), count, time.monotonic(), seconds, first_page)
             self.wake()
-        return ReceiverSession(self, opened)
+        return ReceiverSession(self, opened, self._abort)
+
+    def reject(self, room: int, reason: str) -> None:
+        """Refuses a room that is not open here: `Sender.open` then raises at once instead of waiting for an offer.
+
+        The number is free for `open` again at once.
+
+        Args:
+            room: As at `open`.
+            reason: What the senders are told.
+
+        Raises:
+            ArgumentError: `room` is no number of its kind.
+            PeerLost: A prefill rank is gone.
+            SessionStateError: Not ready, or the room is open here; abort its session then.
+        """
+        room = check_whole("room", room, 2**63 - 1)
+        with self.lock:
+            self._require_running()
+            self._core.reject(room, reason)
+            self.wake()
 
     def close(self) -> None:
         """Aborts open rooms, waits up to `Timeouts.drain` for writers to stop, says good-bye, unregisters the memory.
@@ -301,96 +321,3 @@ class Receiver(Endpoint):
 
     def _crashed(self, error: TransferError) -> None:
         self._core.fail_all(error)
-
-
-class ReceiverSession:
-    """One room at one decode rank. Made by `Receiver.open`; all methods may be called from any thread."""
-
-    def __init__(self, receiver: Receiver, room: ReceiverRoom) -> None:
-        """For `Receiver.open`."""
-        self._receiver = receiver
-        self._room = room
-
-    @property
-    def room(self) -> int:
-        """Its number."""
-        return self._room.offer.room
-
-    @property
-    def generation(self) -> int:
-        """Which use of the number this is."""
-        return self._room.offer.generation
-
-    @property
-    def state(self) -> ReceiverState:
-        """The current state."""
-        with self._receiver.lock:
-            return self._room.state
-
-    @property
-    def error(self) -> TransferError | None:
-        """Why the room was given up, if it was."""
-        with self._receiver.lock:
-            return self._room.error
-
-    @property
-    def pages_released(self) -> bool:
-        """Whether no rank may write into the pages any more, so that they may be used, or reused after a failure."""
-        with self._receiver.lock:
-            return self._room.pages_released
-
-    @property
-    def writing(self) -> tuple[Rank, ...]:
-        """Ranks that may still write."""
-        with self._receiver.lock:
-            return self._room.writing
-
-    def poll(self) -> TransferResult | None:
-        """The result, or None as long as the room is open.
-
-        Raises:
-            TransferError: The room was given up; as soon as that is known, even when a rank may still write.
-        """
-        with self._receiver.lock:
-            if self._room.error is not None:
-                raise self._room.error
-            return self._room.result
-
-    def wait(self, timeout: float | None = None) -> TransferResult:
-        """Waits for the result.
-
-        Args:
-            timeout: Seconds; None waits until the room ends, which its own time-out bounds.
-
-        Raises:
-            TransferTimeout: Not within `timeout`, and the room goes on; or its own time-out, and it is given up
-                (`error` is set).
-            TransferError: The room was given up.
-        """
-        with self._receiver.lock:
-            result = self._receiver.wait_for(self.poll, timeout)
-            if result is None:
-                raise TransferTimeout(
-                    f"{self._room.name}: prefill ranks {', '.join(map(str, self._room.writing))} are not done",
-                    seconds=timeout or 0.0,
-                    consequence="the room goes on",
-                    remedy="wait again, or abort()",
-                )
-            return result
-
-    def wait_released(self, timeout: float | None = None) -> bool:
-        """Waits until no rank may write into the pages any more.
-
-        Returns:
-            Whether that is so; False when the time ran out.
-        """
-        with self._receiver.lock:
-            released = self._receiver.wait_for(lambda: True if self._room.pages_released else None, timeout)
-            return released is True
-
-    def abort(self, reason: str) -> None:
-        """Gives the room up and tells every rank to stop; does nothing after the end.
-
-        The pages stay held until all ranks have stopped.
-        """
-        self._receiver._abort(self._room, reason)

@@ -33,6 +33,7 @@ from kv_transfer.handshake import (
     refusal_message,
 )
 from kv_transfer.messages import (
+    Abort,
     Aborted,
     Agreed,
     Bye,
@@ -49,7 +50,7 @@ from kv_transfer.messages import (
     encode,
 )
 from kv_transfer.page_holds import PageHolds
-from kv_transfer.receiver_peer import Peer
+from kv_transfer.receiver_peer import Peer, lost_error
 from kv_transfer.receiver_room import ReceiverRoom, Writer
 from kv_transfer.silence import Silence
 from kv_transfer.states import PEER_STEPS, PeerPhase, StateMachine
@@ -187,17 +188,7 @@ class ReceiverCore:
             PageHeld: A room holds one of the pages.
             MessageTooLarge: The offer does not fit into a message.
         """
-        if self.closed is not None:
-            raise self.closed
-        if not self._ready:
-            self._raise_not_ready()
-        known = self.rooms.get(room)
-        if known is not None:
-            raise SessionStateError(
-                f"{known.name} is still {known.state.value}",
-                local=known.state.value,
-                remedy="wait until its pages are released, or use another room",
-            )
+        self._require_free(room, "wait until its pages are released, or use another room")
         generation = self._generation + 1
         offer = Offer(room=room, generation=generation, pages=tuple(pages), tokens=tokens, first_page=first_page)
         encode(offer, self._limits)
@@ -212,6 +203,19 @@ class ReceiverCore:
         self.rooms[room] = opened
         self._collect()
         return opened
+
+    def reject(self, room: int, reason: str) -> None:
+        """Tells every rank that has something to send that the room will not be offered.
+
+        Raises:
+            PeerLost: A prefill rank is gone.
+            SessionStateError: Not ready, or the room is open.
+        """
+        self._require_free(room, "abort its session")
+        self._generation += 1
+        for identity, peer in self._peers.items():
+            if peer.phase is PeerPhase.MEMBER and peer.summary is not None and peer.summary.layers:
+                self._post(identity, Abort(room=room, generation=self._generation, reason=reason[:4096]))
 
     def missing(self) -> str:
         """Who is there, in words."""
@@ -349,21 +353,11 @@ class ReceiverCore:
         peer.machine.to(phase)
         if was_member:
             self._ready = False
-            self._lost[peer.rank] = PeerLost(
-                f"prefill rank {peer.rank} is lost: {why}",
-                consequence="its rooms have ended; no room can be opened without it",
-                remedy="start it again; it replaces the lost one",
-            )
+            self._lost[peer.rank] = lost_error(peer.rank, why)
             for room in self.rooms.values():
                 rank = room.rank_of(identity)
                 if rank is not None and rank in room.writing:
-                    room.fail(
-                        PeerLost(
-                            f"{room.name}: prefill rank {peer.rank} is lost: {why}",
-                            consequence="the room is given up",
-                            remedy="start the rank again and send the request anew",
-                        )
-                    )
+                    room.fail(lost_error(peer.rank, why, room.name))
 
     def _bury(self, identity: bytes) -> None:
         for room in self.rooms.values():
@@ -375,10 +369,18 @@ class ReceiverCore:
     def _writes(self, identity: bytes) -> bool:
         return any(room.rank_of(identity) in room.writing for room in self.rooms.values())
 
-    def _raise_not_ready(self) -> None:
-        for error in self._lost.values():
-            raise error
-        raise SessionStateError(f"not ready: {self.missing()}", remedy="call wait_ready() first")
+    def _require_free(self, room: int, remedy: str) -> None:
+        if self.closed is not None:
+            raise self.closed
+        if not self._ready:
+            for error in self._lost.values():
+                raise error
+            raise SessionStateError(f"not ready: {self.missing()}", remedy="call wait_ready() first")
+        known = self.rooms.get(room)
+        if known is not None:
+            raise SessionStateError(
+                f"{known.name} is still {known.state.value}", local=known.state.value, remedy=remedy
+            )
 
     def _collect(self) -> None:
         for number, room in list(self.rooms.items()):

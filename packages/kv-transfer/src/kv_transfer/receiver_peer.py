@@ -9,11 +9,12 @@ import dataclasses
 
 import kv_planner
 
+from kv_transfer.errors import PeerLost
 from kv_transfer.handshake import Rank, RouteSummary
 from kv_transfer.silence import Silence
 from kv_transfer.states import PeerPhase, StateMachine
 
-__all__ = ["Peer"]
+__all__ = ["Peer", "lost_error"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -40,3 +41,18 @@ class Peer:
     def phase(self) -> PeerPhase:
         """The current phase."""
         return self.machine.state
+
+
+def lost_error(rank: Rank, why: str, room: str | None = None) -> PeerLost:
+    """The loss of a rank: for everybody who asks, or for one room of it."""
+    if room is None:
+        return PeerLost(
+            f"prefill rank {rank} is lost: {why}",
+            consequence="its rooms have ended; no room can be opened without it",
+            remedy="start it again; it replaces the lost one",
+        )
+    return PeerLost(
+        f"{room}: prefill rank {rank} is lost: {why}",
+        consequence="the room is given up",
+        remedy="start the rank again and send the request anew",
+    )

@@ -6,9 +6,8 @@ Bytes go in through `receive`, bytes come out in `outbox`, time is an argument. 
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
-from typing import TypeVar
 
 import kv_planner
 
@@ -48,14 +47,13 @@ from kv_transfer.messages import (
     decode,
     encode,
 )
+from kv_transfer.sender_offers import Offers
 from kv_transfer.sender_room import SenderRoom
 from kv_transfer.silence import Silence
 from kv_transfer.states import SENDER_PHASE_STEPS, SenderPhase, StateMachine
 from kv_transfer.terms import ALL_PARTS, Terms
 
 __all__ = ["SenderCore"]
-
-_Value = TypeVar("_Value")
 
 
 class SenderCore:
@@ -92,9 +90,7 @@ class SenderCore:
         self._limits = limits
         self._route: kv_planner.Route | None = None
         self._peer_session = ""
-        self._offers: OrderedDict[int, Offer] = OrderedDict()
-        self._ended: OrderedDict[int, tuple[int, str]] = OrderedDict()
-        self._rejected: OrderedDict[int, str] = OrderedDict()
+        self._offers = Offers(limits.remembered_rooms)
         self._silence = Silence(timeouts, now)
         self._machine = StateMachine(f"sender {self.rank}", SENDER_PHASE_STEPS, SenderPhase.NEW)
         self._terms = Terms.of(engine, parts)
@@ -203,9 +199,9 @@ class SenderCore:
             )
         if self.phase is not SenderPhase.READY:
             return None
-        offer = self._offers.pop(room, None)
+        offer = self._offers.pop(room)
         if offer is None and not self.sends_nothing:
-            ended = self._ended.pop(room, None)
+            ended = self._offers.pop_ended(room)
             if ended is not None:
                 generation, reason = ended
                 raise TransferAborted(
@@ -225,11 +221,11 @@ class SenderCore:
         self.require_alive()
         if room in self.rooms:
             raise SessionStateError(f"{self.rooms[room].name} is open", remedy="abort its session")
-        offer = self._offers.pop(room, None)
+        offer = self._offers.pop(room)
         if offer is not None:
             self._decline(offer, reason[:4096])
         elif not self.sends_nothing:
-            self._remember(self._rejected, room, reason[:4096])
+            self._offers.reject(room, reason[:4096])
 
     def require_alive(self) -> None:
         """Raises the error that ended the conversation, if one did."""
@@ -320,12 +316,9 @@ class SenderCore:
         if self.error is not None:
             self._decline(offer, "the sender is closed")
             return
-        self._ended.pop(offer.room, None)
-        reason = self._rejected.pop(offer.room, None)
+        reason = self._offers.add(offer)
         if reason is not None:
             self._decline(offer, reason)
-            return
-        self._offers[offer.room] = offer
 
     def _abort(self, message: Abort) -> None:
         room = self.rooms.get(message.room)
@@ -336,29 +329,21 @@ class SenderCore:
                 )
             )
             return
-        offer = self._offers.get(message.room)
-        if offer is not None and offer.generation == message.generation:
-            del self._offers[message.room]
-            self._remember(self._ended, message.room, (message.generation, message.reason))
+        news, offer = self._offers.aborted(message)
+        if offer is not None:
             self._decline(offer, "never opened here")
-            return
-        self.late_messages += 1
+        if not news:
+            self.late_messages += 1
 
     def _newest_generation(self, room: int) -> int:
-        generations = [self._offers[room].generation] if room in self._offers else []
-        if room in self.rooms:
-            generations.append(self.rooms[room].generation)
-        if room in self._ended:
-            generations.append(self._ended[room][0])
-        return max(generations, default=0)
+        return max(self._offers.newest(room), self.rooms[room].generation if room in self.rooms else 0)
 
     def _decline(self, offer: Offer, reason: str) -> None:
         self._post(Aborted(room=offer.room, generation=offer.generation, reason=reason))
 
     def _decline_all(self, reason: str) -> None:
-        for offer in self._offers.values():
+        for offer in self._offers.pop_all():
             self._decline(offer, reason)
-        self._offers.clear()
 
     def _refuse(self, error: PeerRefused) -> None:
         if not self.is_over:
@@ -388,11 +373,6 @@ class SenderCore:
                 self._post(room.outgoing.popleft())
             if room.is_terminal:
                 del self.rooms[number]
-
-    def _remember(self, table: OrderedDict[int, _Value], room: int, value: _Value) -> None:
-        table[room] = value
-        while len(table) > self._limits.remembered_rooms:
-            table.popitem(last=False)
 
     def _post(self, message: Message) -> None:
         self.outbox.append(encode(message, self._limits))

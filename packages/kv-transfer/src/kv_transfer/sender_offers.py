@@ -1,0 +1,86 @@
+"""What a sender knows about rooms that are not open here: offers, rooms that the receiver ended, rooms rejected here.
+
+Tables only; what is answered is decided in the core.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TypeVar
+
+from kv_transfer.messages import Abort, Offer
+
+__all__ = ["Offers"]
+
+_Value = TypeVar("_Value")
+
+
+class Offers:
+    """Rooms before they are opened.
+
+    Generations of a receiver only grow, and messages of a connection stay in order: an abort with a generation above
+    all that were seen belongs to a room that was never offered.
+
+    Args:
+        remembered: Most ended and most rejected rooms that are kept in mind.
+    """
+
+    def __init__(self, remembered: int) -> None:
+        """Nothing was offered yet."""
+        self._remembered = remembered
+        self._offers: dict[int, Offer] = {}
+        self._ended: OrderedDict[int, tuple[int, str]] = OrderedDict()
+        self._rejected: OrderedDict[int, str] = OrderedDict()
+        self._newest = 0
+
+    def add(self, offer: Offer) -> str | None:
+        """Takes an offer; or returns why its room was rejected here before."""
+        self._newest = max(self._newest, offer.generation)
+        self._ended.pop(offer.room, None)
+        reason = self._rejected.pop(offer.room, None)
+        if reason is None:
+            self._offers[offer.room] = offer
+        return reason
+
+    def newest(self, room: int) -> int:
+        """The newest generation of a room that is offered or ended; 0 for none."""
+        offered = self._offers[room].generation if room in self._offers else 0
+        return max(offered, self._ended.get(room, (0, ""))[0])
+
+    def pop(self, room: int) -> Offer | None:
+        """Takes the offer of a room out."""
+        return self._offers.pop(room, None)
+
+    def pop_all(self) -> list[Offer]:
+        """Takes all offers out."""
+        offers = list(self._offers.values())
+        self._offers.clear()
+        return offers
+
+    def pop_ended(self, room: int) -> tuple[int, str] | None:
+        """Takes out the generation of a room that the receiver ended before it was opened here, and the reason."""
+        return self._ended.pop(room, None)
+
+    def aborted(self, message: Abort) -> tuple[bool, Offer | None]:
+        """Takes the end of a room that is not open here.
+
+        Returns:
+            Whether that was news, and the offer that it ends, if there was one.
+        """
+        offer = self._offers.get(message.room)
+        fits = offer is not None and offer.generation == message.generation
+        if not fits and message.generation <= self._newest:
+            return False, None
+        self._newest = max(self._newest, message.generation)
+        _remember(self._ended, message.room, (message.generation, message.reason), self._remembered)
+        return True, self._offers.pop(message.room, None)
+
+    def reject(self, room: int, reason: str) -> None:
+        """Keeps in mind that a room is not wanted when its offer comes."""
+        _remember(self._rejected, room, reason, self._remembered)
+
+
+def _remember(table: OrderedDict[int, _Value], room: int, value: _Value, most: int) -> None:
+    table[room] = value
+    while len(table) > most:
+        table.popitem(last=False)
