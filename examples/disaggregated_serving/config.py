@@ -42,6 +42,7 @@ class ServeConfig(_Data):
         page_size: tokens a page.
         chunk: prompt tokens that prefill computes, and sends, at a time; a multiple of the page size.
         buckets: batch sizes captured as graphs.
+        decode_bind: where decode listens for KV; a decode process that is started again takes the place of the old one.
         drafts: most drafts that a step verifies; 0 decodes token by token.
         new_tokens: tokens generated for every request.
         prefill_pool / decode_pool: device pool sizes in tokens.
@@ -54,7 +55,8 @@ class ServeConfig(_Data):
     engine: str = "mooncake"
     page_size: int = 128
     chunk: int = 256
-    buckets: tuple[int, ...] = (1, 2, 4)
+    buckets: tuple[int, ...] = (1, 2, 4, 8)
+    decode_bind: str = "tcp://127.0.0.1:0"
     drafts: int = Field(default=4, ge=0)
     new_tokens: int = 40
     prefill_pool: int = 1536
@@ -64,7 +66,7 @@ class ServeConfig(_Data):
 
 
 class Connect(_Data):
-    """Front to a worker: where its peers listen."""
+    """Front to a worker: where its peers listen. Comes again when the decode process was started again."""
 
     kind: Literal["connect"] = "connect"
     receiver: str
@@ -88,12 +90,14 @@ class Mode(_Data):
         drafts: drafts a step; 0 or the number in the run's config.
         length_rule: who adds the verify window to the KV lengths: "eagle" (the metadata) or "dflash" (the scheduler).
         graphs: replay captured graphs; False runs every step eagerly.
+        overlap: launch a step before the tokens of the step before it are read.
     """
 
     kind: Literal["mode"] = "mode"
     drafts: int
     length_rule: LengthRule = "eagle"
     graphs: bool = True
+    overlap: bool = False
 
 
 class Abort(_Data):
@@ -195,6 +199,13 @@ class Counters(_Data):
     row_tokens: int
 
 
+class Lost(_Data):
+    """Prefill stage to front: decode is gone; the stage drops all requests and waits for Connect."""
+
+    kind: Literal["lost"] = "lost"
+    message: str
+
+
 class Failed(_Data):
     """Worker to front: it cannot go on; `peer_lost` when the reason lies with a peer."""
 
@@ -205,9 +216,10 @@ class Failed(_Data):
 
 ToWorker = Annotated[Connect | Request | Mode | Abort | Tally | Shutdown, Field(discriminator="kind")]
 ToFront = Annotated[
-    Ready | Connected | Prefilled | Emitted | Arrived | Ended | Span | Counters | Failed, Field(discriminator="kind")
+    Ready | Connected | Prefilled | Emitted | Arrived | Ended | Span | Counters | Lost | Failed,
+    Field(discriminator="kind"),
 ]
 TO_WORKER: TypeAdapter[Connect | Request | Mode | Abort | Tally | Shutdown] = TypeAdapter(ToWorker)
-TO_FRONT: TypeAdapter[Ready | Connected | Prefilled | Emitted | Arrived | Ended | Span | Counters | Failed] = (
+TO_FRONT: TypeAdapter[Ready | Connected | Prefilled | Emitted | Arrived | Ended | Span | Counters | Lost | Failed] = (
     TypeAdapter(ToFront)
 )

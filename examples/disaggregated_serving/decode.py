@@ -1,8 +1,9 @@
 """The decode process: receives KV, and generates for several requests at once.
 
 Requests enter the running batch when their KV is complete and leave it when they have all their tokens. Every step
-verifies a window for every row: the last committed token and up to `drafts` guesses of `drafter.py`. Tokens go to the
-front as they are made.
+verifies a window for every row: the last known token and up to `drafts` guesses. With overlap the next step is launched
+before this one's tokens are read: the host then knows bounds of the lengths, the device the lengths themselves, and a
+row may run one step more than it needs. Tokens go to the front as they are read.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from .config import (
     Span,
     Tally,
 )
-from .drafter import propose
 from .prefill import STAGES
+from .request_table import RequestTable
 from .setup import KV_DTYPE
 from .stage import Stage
-from .stepper import Row, Stepper
+from .stepper import Launched, Row, Stepper
 
 if TYPE_CHECKING:
     from .setup import Link, Setup
 
 
-@dataclass
+@dataclass(eq=False)
 class _Running:
     """One request, from the offer of its pages to its last token."""
 
@@ -50,16 +51,26 @@ class _Running:
     pages: np.ndarray[tuple[int], np.dtype[np.int64]]
     session: kv_transfer.ReceiverSession
     tokens: list[int] = field(default_factory=list)
+    table_row: int = 0
 
     @property
     def committed(self) -> int:
-        """Tokens whose KV is in the pool: all but the last one known."""
+        """Tokens that the host knows to have KV in the pool: all but the last one known."""
         return len(self.request.prompt) + len(self.tokens) - 1
 
-    def drafts(self, most: int) -> list[int]:
-        """Guesses for the next tokens; one token of the rest comes without a guess."""
-        count = min(most, self.request.new_tokens - len(self.tokens) - 1)
-        return propose([*self.request.prompt, *self.tokens], count) if count > 0 else []
+    @property
+    def has_all(self) -> bool:
+        """Whether all its tokens are known."""
+        return len(self.tokens) >= self.request.new_tokens
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step in flight, and the requests in it."""
+
+    began: float
+    batch: list[_Running]
+    launched: Launched
 
 
 class Decoder:
@@ -74,14 +85,22 @@ class Decoder:
         self.pages = PageAllocator(self.pool.num_pages, config.page_size)
         weights = setup.weights(list(range(setup.shape.layers)))
         model = Stage(weights, self.pool, device=setup.device, kv_dtype=KV_DTYPE)
-        table_width = kv_planner.page_count(min(setup.shape.context, config.decode_pool), config.page_size)
+        self.context = min(setup.shape.context, config.decode_pool)
+        columns = kv_planner.page_count(self.context, config.page_size)
+        # Twice the batch: requests that have ended keep their rows while a step with them is in flight.
+        self.table = RequestTable(
+            requests=2 * max(config.buckets),
+            capacity=columns * config.page_size + config.drafts + 2,
+            device=setup.device,
+        )
         self.steppers = {
-            window: Stepper(setup, model, window=window, table_width=table_width)
+            window: Stepper(setup, model, self.table, window=window, columns=columns)
             for window in sorted({1, config.drafts + 1})
         }
         self.receiver = kv_transfer.Receiver(
             self.pool.manifest(),
             kv_transfer.create_engine(config.engine),
+            bind=config.decode_bind,
             prefill_ranks=STAGES,
             timeouts=kv_transfer.Timeouts(peer_lost_after=config.peer_lost_after),
         )
@@ -90,6 +109,7 @@ class Decoder:
         self.leaving: list[_Running] = []
         self.waiting: deque[_Running] = deque()
         self.running: list[_Running] = []
+        self.flying: _Flight | None = None
         self._reset_counts()
 
     def _reset_counts(self) -> None:
@@ -118,11 +138,14 @@ class Decoder:
         page_size = self.config.page_size
         while self.queued:
             request = self.queued[0]
-            most = len(request.prompt) + request.new_tokens + self.config.drafts  # a last window may reach past the end
+            # The last window, and with overlap the one after it, may reach past the end.
+            most = len(request.prompt) + request.new_tokens + 2 * self.config.drafts
             wanted = kv_planner.page_count(most, page_size)
-            if wanted > self.pages.total:
+            if wanted > self.pages.total or most > self.context:
                 self.queued.popleft()
-                link.send(Ended(room=request.room, reason=f"{wanted} pages wanted, the pool has {self.pages.total}"))
+                reason = f"{most} tokens on {wanted} pages wanted, decode takes {self.context} on {self.pages.total}"
+                self.receiver.reject(request.room, reason)
+                link.send(Ended(room=request.room, reason=reason))
                 continue
             if wanted > self.pages.available:
                 return
@@ -134,9 +157,7 @@ class Decoder:
 
     def collect(self, link: Link) -> None:
         """Move requests whose KV has arrived to the waiting line, and fill the batch from there."""
-        for entry in [entry for entry in self.leaving if entry.session.pages_released]:
-            self.leaving.remove(entry)
-            self.pages.release(entry.pages)
+        self._release()
         self.offer(link)
         for room, entry in list(self.arriving.items()):
             try:
@@ -152,10 +173,37 @@ class Decoder:
             link.send(Arrived(room=room, nbytes=result.nbytes, blocks=result.blocks, pages=result.pages))
             self._emit(link, entry, first)
             self.waiting.append(entry)
-        while self.waiting and len(self.running) < max(self.config.buckets):
-            self.running.append(self.waiting.popleft())
+        while self.waiting and len(self.running) < max(self.config.buckets) and self.table.free:
+            self._admit(self.waiting.popleft())
         self._retire()
         self.most_in_flight = max(self.most_in_flight, len(self.running))
+
+    def _admit(self, entry: _Running) -> None:
+        """Put a request into the batch."""
+        if self.mode.overlap:
+            self._clear_tail(entry)
+        entry.table_row = self.table.admit([*entry.request.prompt, *entry.tokens])
+        self.running.append(entry)
+
+    def _clear_tail(self, entry: _Running) -> None:
+        """Zero what follows the prompt: under a bound instead of a length, attention also reads what nobody wrote.
+
+        It is hidden there, but zero times NaN is NaN.
+        """
+        size = self.config.page_size
+        page, offset = divmod(len(entry.request.prompt), size)
+        for storage in (self.pool.key_storage, self.pool.value_storage):
+            for at, number in enumerate(entry.pages[page:].tolist()):
+                storage[:, number, offset if at == 0 else 0 :] = 0
+
+    def _release(self) -> None:
+        """Free what ended requests hold once nobody writes there: neither a prefill stage nor a step in flight."""
+        flying = self.flying.batch if self.flying is not None else []
+        for entry in [entry for entry in self.leaving if entry.session.pages_released and entry not in flying]:
+            self.leaving.remove(entry)
+            self.pages.release(entry.pages)
+            if entry.table_row:
+                self.table.release(entry.table_row)
 
     def _give_up(self, link: Link, entry: _Running, reason: str) -> None:
         """End a request; its pages are free when no prefill stage can write to them any more."""
@@ -171,6 +219,7 @@ class Decoder:
         reason = "the front gave the request up"
         for request in [request for request in self.queued if request.room == room]:
             self.queued.remove(request)
+            self.receiver.reject(room, reason)
             link.send(Ended(room=room, reason=reason))
         if room in self.arriving:
             self.arriving[room].session.abort(reason)
@@ -179,9 +228,10 @@ class Decoder:
                 self._give_up(link, entry, reason)
 
     def _retire(self) -> None:
-        for entry in [entry for entry in self.running if len(entry.tokens) >= entry.request.new_tokens]:
+        for entry in [entry for entry in self.running if entry.has_all]:
             self.running.remove(entry)
-            self.pages.release(entry.pages)
+            self.leaving.append(entry)
+        self._release()
 
     @staticmethod
     def _emit(link: Link, entry: _Running, token: int) -> None:
@@ -189,28 +239,44 @@ class Decoder:
         link.send(Emitted(room=entry.request.room, token=token, clock=time.monotonic()))
 
     def _kv_lens(self, window: int) -> list[int]:
-        """KV lengths of the verify step, the window included, by the rule of the mode."""
+        """Bounds of the KV lengths of the next step, its window included, by the rule of the mode.
+
+        A step in flight may commit a whole window; without one the bounds are the lengths.
+        """
         kind = self.mode.length_rule
-        committed = np.array([entry.committed for entry in self.running], np.int64)
+        flying = self.flying.batch if self.flying is not None else []
+        committed = np.array([entry.committed + window * (entry in flying) for entry in self.running], np.int64)
         published = committed + window if kind == "dflash" else committed
         return [int(n) for n in kv_planner.kv_lengths(kind, published, window=window)]
 
     def step(self, link: Link) -> None:
-        """Verify one window for every running request; at least one token each."""
-        began = time.monotonic()
-        batch, stepper = self.running, self.steppers[self.mode.drafts + 1]
-        rows = [
-            Row([entry.tokens[-1], *entry.drafts(self.mode.drafts)], entry.committed, entry.pages) for entry in batch
-        ]
-        result = stepper.step(rows, kv_lens=self._kv_lens(stepper.window), graphs=self.mode.graphs)
-        self.steps[result.size] += 1
-        self.row_steps += len(batch)
-        for entry, committed in zip(batch, result.committed, strict=True):
-            self.row_tokens += len(committed)
-            for token in committed:
-                self._emit(link, entry, int(token))
-        link.send(Span(lane="decode", name=f"{len(batch)} rows", begin=began, end=time.monotonic()))
+        """Launch the next step of the running requests, then read the one before it (without overlap: itself)."""
+        before, self.flying = self.flying, self._launch()
+        if before is not None:
+            self._read(link, before)
+        if not self.mode.overlap and self.flying is not None:
+            flight, self.flying = self.flying, None
+            self._read(link, flight)
         self._retire()
+
+    def _launch(self) -> _Flight | None:
+        if not self.running:
+            return None
+        began, stepper = time.monotonic(), self.steppers[self.mode.drafts + 1]
+        rows = [Row(entry.table_row, entry.pages) for entry in self.running]
+        launched = stepper.launch(rows, kv_lens=self._kv_lens(stepper.window), graphs=self.mode.graphs)
+        self.steps[launched.size] += 1
+        self.row_steps += len(rows)
+        return _Flight(began, list(self.running), launched)
+
+    def _read(self, link: Link, flight: _Flight) -> None:
+        """Take the tokens of a step; those of requests that have ended meanwhile are dropped."""
+        for entry, committed in zip(flight.batch, flight.launched.committed(), strict=True):
+            if entry in self.running:
+                for token in committed[: entry.request.new_tokens - len(entry.tokens)]:
+                    self.row_tokens += 1
+                    self._emit(link, entry, token)
+        link.send(Span(lane="decode", name=f"{len(flight.batch)} rows", begin=flight.began, end=time.monotonic()))
 
     def tally(self) -> Counters:
         """What was counted since the last tally."""
@@ -243,7 +309,8 @@ def run_decode(link: Link, setup: Setup) -> None:
     link.send(Connected())
     try:
         while True:
-            message = link.receive(wait=0 if decoder.running else 0.002)
+            busy = bool(decoder.running or decoder.flying)
+            message = link.receive(wait=0 if busy else 0.002)
             if isinstance(message, Shutdown):
                 return
             if isinstance(message, Mode):
@@ -256,7 +323,7 @@ def run_decode(link: Link, setup: Setup) -> None:
                 decoder.take(message)
             else:
                 decoder.collect(link)
-                if decoder.running:
+                if decoder.running or decoder.flying:
                     decoder.step(link)
     finally:
         decoder.close()

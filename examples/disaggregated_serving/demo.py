@@ -102,17 +102,21 @@ def _serve_all(run: _Run, new_tokens: int, quick: bool) -> None:
         Mode(drafts=drafts, graphs=False),
         Mode(drafts=0, graphs=False),
         Mode(drafts=drafts, length_rule="dflash"),
+        Mode(drafts=drafts, overlap=True),
+        Mode(drafts=0, overlap=True),
     ):
         rule = f", {mode.length_rule} rule" if mode.length_rule != "eagle" else ""
-        name = f"{mode.drafts} drafts, {'graph' if mode.graphs else 'eager'}{rule}"
+        overlap = ", overlap" if mode.overlap else ""
+        name = f"{mode.drafts} drafts, {'graph' if mode.graphs else 'eager'}{rule}{overlap}"
         run.round(name, list(SHORT), min(new_tokens, 32), mode=mode, compared=True)
 
 
 def _serve_faults(run: _Run, new_tokens: int) -> None:
     """Requests that end early, among others that must not notice.
 
-    The first is given up while it decodes, the second is refused because no prefill pool holds it, the fourth is given
-    up in the middle of its prefill.
+    In the first round the first one is given up while it decodes, the second is refused because no prefill pool holds
+    it, the fourth is given up in the middle of its prefill. In the second round the decode process is killed when the
+    first one decodes, and started again.
     """
     first, second = long_texts()
     prompts = [SHORT[0], ask(f"{first} {second}", "What is this?"), SHORT[1], ask(first, "Who wrote this?"), SHORT[2]]
@@ -129,6 +133,18 @@ def _serve_faults(run: _Run, new_tokens: int) -> None:
     ended = [request.ended is not None for request in run.rounds[-1].result.requests]
     if ended != [True, True, False, True, False]:
         raise RuntimeError(f"requests ended early: {ended}; expected the first, second and fourth to")
+    killed: set[int] = set()
+
+    def kill_decode(served: Served) -> None:
+        if served.room == run.rooms and len(served.output) >= 3 and not killed:
+            killed.add(run.serving.workers.processes["decode"])
+            run.serving.workers.kill("decode")
+
+    prompts = [SHORT[0], ask(first, "Who wrote this?"), SHORT[1]]
+    run.round("decode restarted", prompts, new_tokens, use_cache=False, also=kill_decode)
+    ended = [request.ended is not None for request in run.rounds[-1].result.requests]
+    if ended != [True, False, False]:
+        raise RuntimeError(f"requests ended early: {ended}; expected the first, which the old decode process had begun")
 
 
 def _check(console: Console, rounds: list[Round], margin: float) -> Judgement:
@@ -176,7 +192,7 @@ def _say_stage(console: Console) -> Callable[[str], None]:
 def run(
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for every request.")] = 40,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and tokens: under a minute.")] = False,
-    faults: Annotated[bool, typer.Option("--faults", help="Also give up and refuse requests among others.")] = False,
+    faults: Annotated[bool, typer.Option("--faults", help="Also give up, refuse, and kill decode.")] = False,
     check: Annotated[bool, typer.Option(help="Compare every token with a plain forward on the CPU.")] = True,
     margin: Annotated[float, typer.Option(help="Logits by which a token may miss the best and still count.")] = 0.05,
     text: Annotated[bool, typer.Option(help="Print the answers.")] = True,
@@ -201,7 +217,7 @@ def run(
         console.print("processes: " + ", ".join(f"{role} {pid}" for role, pid in workers.processes.items()))
 
     try:
-        serving = Serving(config, on_start=on_start, on_stage=_say_stage(console))
+        serving = Serving(config, on_start=on_start, on_stage=_say_stage(console), restart_decode=faults)
         with serving:
             rounds = _Run(console, serving, tokenizer)
             _serve_all(rounds, min(new_tokens, 16) if quick else new_tokens, quick)

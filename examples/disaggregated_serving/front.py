@@ -23,11 +23,12 @@ from .config import (
     Prefilled,
     Ready,
     Request,
+    Role,
     ServeConfig,
     Span,
     Tally,
 )
-from .launcher import Workers
+from .launcher import WorkerFailed, Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -100,6 +101,7 @@ class Serving:
         on_start: Callable[[Workers], None] = lambda workers: None,
         on_stage: Callable[[str], None] = lambda text: None,
         timeout: float = 180.0,
+        restart_decode: bool = False,
     ) -> None:
         """Start the workers and wait until they have agreed.
 
@@ -108,13 +110,15 @@ class Serving:
             on_start: called with the workers as soon as their processes exist.
             on_stage: called with a short text when the run enters another phase.
             timeout: seconds of silence of all workers after which the run is given up.
+            restart_decode: start the decode process again when it ends. Requests that it had given tokens for end
+                with the reason, the others are served by the new one.
 
         Raises:
             WorkerFailed: a worker ended or reported an error; all others are stopped.
             TimeoutError: nothing was heard for `timeout` seconds.
         """
         self.config = config
-        self._rooms = 0
+        self._rooms, self._timeout, self._restart_decode = 0, timeout, restart_decode
         on_stage("starting three processes and loading the model")
         self.workers = Workers(config)
         try:
@@ -124,7 +128,7 @@ class Serving:
             on_stage("agreeing on the KV layout and capturing graphs")
             receiver = ready["decode"].endpoint
             assert receiver is not None
-            self.device = ready["decode"].device
+            self.device, self._receiver = ready["decode"].device, receiver
             for role in ROLES:
                 next_stage = ready["prefill-1"].endpoint if role == "prefill-0" else None
                 self.workers.send(role, Connect(receiver=receiver, next_stage=next_stage))
@@ -139,10 +143,10 @@ class Serving:
     def __exit__(self, *_: object) -> None:
         self.workers.close()
 
-    def _from_all(self, kind: type[Any]) -> dict[str, Any]:
-        """One message of `kind` from every worker."""
+    def _from_all(self, kind: type[Any], roles: Sequence[Role] = ROLES) -> dict[str, Any]:
+        """One message of `kind` from every worker; others are of no interest meanwhile."""
         heard: dict[str, Any] = {}
-        while len(heard) < len(ROLES):
+        while len(heard) < len(roles):
             role, message = next(self._events)
             if isinstance(message, kind):
                 heard[role] = message
@@ -171,18 +175,32 @@ class Serving:
             TimeoutError: nothing was heard for the time-out.
         """
         wanted = self.config.new_tokens if new_tokens is None else new_tokens
-        self.workers.send("decode", mode or Mode(drafts=self.config.drafts))
+        mode = mode or Mode(drafts=self.config.drafts)
+        self.workers.send("decode", mode)
         requests = {self._rooms + at: Served(self._rooms + at, tuple(prompt)) for at, prompt in enumerate(prompts)}
         self._rooms += len(requests)
         began = time.monotonic()
         for served in requests.values():
-            request = Request(room=served.room, prompt=served.prompt, new_tokens=wanted, use_cache=use_cache)
             served.submitted = time.monotonic()
-            self.workers.send("decode", request)
-            self.workers.send("prefill-0", request)
+            self._submit(served, wanted, use_cache)
         left, spans, ended = set(requests), [], began
         while left:
-            _, message = next(self._events)
+            try:
+                _, message = next(self._events)
+            except WorkerFailed as error:
+                cause = error.causes[0]
+                if not self._restart_decode or cause.role != "decode" or cause.rank:
+                    raise
+                self._replace_decode(mode)
+                for served in [requests[room] for room in sorted(left)]:
+                    if served.output:
+                        served.ended = f"decode {cause.reason}, and was started again"
+                        left.discard(served.room)
+                    else:
+                        served.computed = served.hit = 0
+                        self._submit(served, wanted, use_cache)
+                    on_progress(served)
+                continue
             if isinstance(message, Span):
                 spans.append(message)
                 continue
@@ -212,6 +230,21 @@ class Serving:
             if isinstance(message, Span):
                 spans.append(message)
 
+    def _submit(self, served: Served, new_tokens: int, use_cache: bool) -> None:
+        request = Request(room=served.room, prompt=served.prompt, new_tokens=new_tokens, use_cache=use_cache)
+        self.workers.send("decode", request)
+        self.workers.send("prefill-0", request)
+
+    def _replace_decode(self, mode: Mode) -> None:
+        """Start the decode process again where the old one listened, and have all agree anew."""
+        self.workers.restart("decode", self.config.model_copy(update={"decode_bind": self._receiver}))
+        self._events = self.workers.events(timeout=self._timeout)
+        self._from_all(Ready, ["decode"])
+        for role in ROLES:
+            self.workers.send(role, Connect(receiver=self._receiver))
+        self._from_all(Connected)
+        self.workers.send("decode", mode)
+
     def abort(self, room: int) -> None:
         """Give a request of the running round up; it ends with a reason, or has ended already."""
         self.workers.send("decode", Abort(room=room))
@@ -227,7 +260,7 @@ def largest_output(config: ServeConfig, prompts: Sequence[Sequence[int]]) -> int
     pages = config.decode_pool // config.page_size
 
     def fits(count: int) -> bool:
-        lengths = [len(prompt) + count + config.drafts for prompt in prompts]
+        lengths = [len(prompt) + count + 2 * config.drafts for prompt in prompts]
         return sum(-(-length // config.page_size) for length in lengths) <= pages
 
     low, high = 0, config.decode_pool

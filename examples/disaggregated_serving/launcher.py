@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import zmq
 
-from .config import ROLES, TO_FRONT, Failed, Role, ServeConfig, Shutdown
+from .config import ROLES, TO_FRONT, Failed, Lost, Role, ServeConfig, Shutdown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -93,6 +93,15 @@ class Workers:
         )  # fmt: skip
         return _Worker(role, process, socket, log)
 
+    def kill(self, role: Role) -> None:
+        """End a worker as a fault would: at once, without a word."""
+        self._workers[role].process.kill()
+
+    def restart(self, role: Role, config: ServeConfig) -> None:
+        """Start a worker again, with another config; what is left of the old one is ended."""
+        self._end(self._workers.pop(role))
+        self._workers[role] = self._start(role, config)
+
     @property
     def processes(self) -> dict[Role, int]:
         """Process ids by role."""
@@ -121,7 +130,7 @@ class Workers:
                 heard = time.monotonic()
                 worker = roles[socket]
                 message = TO_FRONT.validate_json(socket.recv())
-                if isinstance(message, Failed):
+                if isinstance(message, Failed | Lost):
                     raise self._explain({worker.role: self._reported(worker, message)})
                 yield worker.role, message
             self._check_alive()
@@ -143,7 +152,9 @@ class Workers:
         return Cause(worker.role, how, 0)
 
     @staticmethod
-    def _reported(worker: _Worker, message: Failed) -> Cause:
+    def _reported(worker: _Worker, message: Failed | Lost) -> Cause:
+        if isinstance(message, Lost):
+            return Cause(worker.role, f"lost its peer: {message.message}", 2)
         return Cause(worker.role, f"failed: {message.message}", 2 if message.peer_lost else 1)
 
     def _explain(self, causes: dict[str, Cause]) -> WorkerFailed:
@@ -153,7 +164,7 @@ class Workers:
             for worker in self._workers.values():
                 while worker.role not in causes and worker.socket.poll(0):
                     message = TO_FRONT.validate_json(worker.socket.recv())
-                    if isinstance(message, Failed):
+                    if isinstance(message, Failed | Lost):
                         causes[worker.role] = self._reported(worker, message)
                 ended = self._ended(worker)
                 if ended is not None and worker.role not in causes:
@@ -180,11 +191,15 @@ class Workers:
     def close(self) -> None:
         """Kill what still runs and free everything."""
         for worker in self._workers.values():
-            if worker.process.poll() is None:
-                worker.process.kill()
+            worker.process.kill()
         for worker in self._workers.values():
-            worker.process.wait()
-            worker.socket.close()
-            worker.log.close()
+            self._end(worker)
         self._workers.clear()
         self._context.term()
+
+    @staticmethod
+    def _end(worker: _Worker) -> None:
+        worker.process.kill()
+        worker.process.wait()
+        worker.socket.close()
+        worker.log.close()

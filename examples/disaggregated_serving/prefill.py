@@ -21,7 +21,7 @@ import zmq
 from kv_pool import MhaPool, OutOfPages, PageAllocator, slots_for
 from kv_pool.hicache import Acquired, HiCacheController, HostPool
 
-from .config import Connect, Connected, Prefilled, Ready, Request, Shutdown, Span
+from .config import Connect, Connected, Lost, Prefilled, Ready, Request, Shutdown, Span
 from .setup import KV_DTYPE
 from .stage import Stage
 
@@ -70,29 +70,51 @@ class PrefillStage:
         )
         self.model = Stage(setup.weights(layer_ids), self.pool, device=setup.device, kv_dtype=KV_DTYPE)
         self.rooms: dict[int, _Room] = {}
+        self.sender: kv_transfer.Sender | None = None
+        self.lost = False
 
     def connect(self, endpoint: str) -> None:
-        """Agree with the decode process that listens at `endpoint`."""
-        engine = kv_transfer.create_engine(self.config.engine)
-        timeouts = kv_transfer.Timeouts(peer_lost_after=self.config.peer_lost_after)
-        self.sender = kv_transfer.Sender(self.pool.manifest(), engine, endpoint=endpoint, timeouts=timeouts)
+        """Agree with the decode process that listens at `endpoint`, also with one that took the place of a lost one."""
+        for room in list(self.rooms):
+            self.drop(room)
+        if self.sender is None:
+            engine = kv_transfer.create_engine(self.config.engine)
+            timeouts = kv_transfer.Timeouts(peer_lost_after=self.config.peer_lost_after)
+            self.sender = kv_transfer.Sender(self.pool.manifest(), engine, endpoint=endpoint, timeouts=timeouts)
         self.sender.connect()
+        self.lost = False
+
+    def lose(self, link: Link, error: kv_transfer.PeerLost) -> None:
+        """Tell the front, once, that decode is gone."""
+        if not self.lost:
+            self.lost = True
+            link.send(Lost(message=str(error)))
 
     def close(self) -> None:
         """End the transfer side."""
-        self.sender.close()
+        if self.sender is not None:
+            self.sender.close()
 
-    def begin(self, room: int, prompt: Sequence[int], *, use_cache: bool) -> int:
+    def begin(self, link: Link, room: int, prompt: Sequence[int], *, use_cache: bool) -> int:
         """Take pages for a prompt; the tokens that this stage need not compute, or `REFUSED`."""
+        assert self.sender is not None
+        acquired, refusal = None, ""
         try:
             acquired = self.cache.acquire(np.asarray(prompt, np.int64))
         except OutOfPages as error:
-            self.sender.reject(room, f"{self.name}: {error}")
-            return REFUSED
+            refusal = f"{self.name}: {error}"
         try:
+            if acquired is None:
+                self.sender.reject(room, refusal)
+                return REFUSED
             self.rooms[room] = _Room(prompt, acquired, self.sender.open(room))
-        except (kv_transfer.TransferAborted, kv_transfer.TransferTimeout):  # decode never offers pages for it
-            self.cache.abort(acquired)
+        except (kv_transfer.TransferError, kv_transfer.TransferTimeout) as error:
+            if acquired is not None:
+                self.cache.abort(acquired)
+            if isinstance(error, kv_transfer.PeerLost):
+                self.lose(link, error)
+            elif not isinstance(error, (kv_transfer.TransferAborted, kv_transfer.TransferTimeout)):
+                raise  # else decode does not want it any more
             return REFUSED
         return acquired.hit_tokens if use_cache else 0
 
@@ -147,6 +169,10 @@ class PrefillStage:
         except kv_transfer.TransferAborted:
             self.drop(room)
             return result
+        except kv_transfer.PeerLost as error:
+            self.drop(room)
+            self.lose(link, error)
+            return result
         state.done, state.sent_pages = stop, last_page
         if finished:
             self.cache.finish(state.acquired, np.asarray(state.prompt, np.int64))
@@ -192,13 +218,18 @@ def _lead(link: Link, worker: PrefillStage, line: zmq.Socket[bytes]) -> None:
         message = link.receive(wait=None if not waiting else 0)
         if isinstance(message, Shutdown):
             return
+        if isinstance(message, Connect):
+            waiting.clear()  # the front asks again for what it still wants
+            worker.connect(message.receiver)
+            link.send(Connected())
+            continue
         if message is not None:
             waiting.append(message)
             continue
         request = waiting.popleft()
         room, prompt = request.room, request.prompt
         _tell(line, {"do": "begin", "room": room, "prompt": list(prompt), "use_cache": request.use_cache})
-        own = worker.begin(room, prompt, use_cache=request.use_cache)
+        own = worker.begin(link, room, prompt, use_cache=request.use_cache)
         hit = min(own, int(json.loads(line.recv_multipart()[0])["hit"]))
         if hit == REFUSED:
             _tell(line, {"do": "drop", "room": room})
@@ -220,15 +251,19 @@ def _follow(link: Link, worker: PrefillStage, line: zmq.Socket[bytes]) -> None:
     poller.register(line, zmq.POLLIN)
     while True:
         ready = dict(poller.poll())
-        if link.socket in ready and isinstance(link.receive(), Shutdown):
-            return
+        if link.socket in ready:
+            message = link.receive()
+            if isinstance(message, Shutdown):
+                return
+            worker.connect(message.receiver)
+            link.send(Connected())
         if line not in ready:
             continue
         head, body = line.recv_multipart()
         header = json.loads(head)
         room = header["room"]
         if header["do"] == "begin":
-            _tell(line, {"hit": worker.begin(room, header["prompt"], use_cache=header["use_cache"])})
+            _tell(line, {"hit": worker.begin(link, room, header["prompt"], use_cache=header["use_cache"])})
         elif header["do"] == "drop":
             worker.drop(room)
         elif room not in worker.rooms:

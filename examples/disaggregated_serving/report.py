@@ -94,6 +94,7 @@ def _mode_row(item: Round) -> dict[str, Any]:
         "drafts": item.mode.drafts,
         "length_rule": item.mode.length_rule,
         "graphs": item.mode.graphs,
+        "overlap": item.mode.overlap,
         "tokens_per_second": round(len(gaps) / (last - first), 3),
         "tokens_per_step": round(counters.row_tokens / counters.row_steps, 3),
         "median_inter_token_s": round(statistics.median(gaps), 4),
@@ -200,13 +201,14 @@ def show(console: Console, figures: dict[str, Any]) -> None:
     if figures["modes"]:
         table = _table(
             "Ways to decode (the same four prompts)",
-            ["drafts", "length\nrule", "steps", "tokens\n/s", "tokens\n/step", "median\nms", "max\nms"],
+            ["drafts", "length\nrule", "steps", "overlap", "tokens\n/s", "tokens\n/step", "median\nms", "max\nms"],
         )
         for row in figures["modes"]:
             table.add_row(
                 str(row["drafts"]),
                 row["length_rule"],
                 "graph" if row["graphs"] else "eager",
+                "yes" if row["overlap"] else "no",
                 f"{row['tokens_per_second']:.1f}",
                 f"{row['tokens_per_step']:.2f}",
                 _or_dash(row["median_inter_token_s"] * 1e3, ".0f"),

@@ -77,7 +77,7 @@ class Stage:
             hidden: Shape [tokens, hidden]; the rows of all requests, in order, equally many a request.
             positions: Shape [tokens]; position of each row in its request.
             slots: Shape [tokens]; where K and V of each row are written.
-            metadata: block table and lengths of the requests.
+            metadata: block table and lengths of the requests; causal unless it has a mask.
             before_layer: called with each layer's number before it runs, to wait for KV that is being loaded.
 
         Returns:
@@ -124,6 +124,7 @@ class Stage:
             metadata,
             scale=shape.key_dim**-0.5,
             page_size=self.pool.layout.page_size,
+            causal=metadata.mask is None,
         )
         hidden = hidden + functional.linear(attended.reshape(rows, -1).float(), layer.output)
         gate, up = functional.linear(self._norm(hidden, layer.ffn_norm), layer.gate_up).chunk(2, -1)

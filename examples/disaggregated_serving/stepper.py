@@ -1,6 +1,7 @@
 """One window width of the decode process: static buffers, captured graphs, and the step that they run.
 
-A step verifies a window for every row: one committed token, then guesses. It chooses nothing about requests;
+A step verifies a window for every row: the last known token, then guesses. Which tokens those are, and how long each
+request is, is known on the device (`request_table.py`); the host gives bounds. It chooses nothing about requests;
 `decode.py` does.
 """
 
@@ -13,120 +14,105 @@ import graph_runtime
 import kv_planner
 import numpy as np
 import spec_kernels
-from kv_pool import slots_for
+import torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
+    from .request_table import RequestTable
     from .setup import Setup
     from .stage import Stage
-
-PER_TOKEN = ("input_ids", "positions", "slots")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One request in a step.
+    """One request in a step: its row of the request table, and its pages."""
 
-    Attributes:
-        tokens: the committed token whose KV is not in the pool yet, then the drafts.
-        start: position of the first of them.
-        pages: the request's pages.
-    """
-
-    tokens: Sequence[int]
-    start: int
+    table_row: int
     pages: np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
-@dataclass(frozen=True)
-class Stepped:
-    """What a step gave: committed tokens a row, and how it ran."""
+class Launched:
+    """A step that was enqueued: how it runs, and what it will have committed."""
 
-    committed: list[list[int]]
-    size: int
+    def __init__(self, rows: torch.Tensor, fence: graph_runtime.Fence, size: int) -> None:
+        """The host copy of predicted tokens and correct drafts, valid from `fence` on; rows of the graph."""
+        self._rows, self._fence = rows, fence
+        self.size = size
+
+    def committed(self) -> list[list[int]]:
+        """Wait for the step; the tokens that each live row gained, at least one."""
+        if not self._fence.wait(60.0):
+            raise TimeoutError("a decode step did not end within 60 s")
+        return [row[: row[-1] + 1] for row in self._rows.tolist()]
 
 
 class Stepper:
-    """Steps of `window` tokens a request."""
+    """Steps of `window` tokens a request; at most two of them in flight."""
 
-    def __init__(self, setup: Setup, model: Stage, *, window: int, table_width: int) -> None:
+    def __init__(self, setup: Setup, model: Stage, table: RequestTable, *, window: int, columns: int) -> None:
         config = setup.config
-        self.model, self.window, self.table_width = model, window, table_width
+        self.model, self.table, self.window, self.columns = model, table, window, columns
         self.page_size = config.page_size
         largest = max(config.buckets)
         rows = kv_planner.RowLayout(
             [
-                *(kv_planner.RowField(name, "int64", rows=largest * window) for name in PER_TOKEN),
-                kv_planner.RowField("num_drafts", "int64", rows=largest),
-                kv_planner.RowField("block_table", "int32", rows=largest, width=table_width),
+                kv_planner.RowField("request", "int64", rows=largest),
+                kv_planner.RowField("block_table", "int32", rows=largest, width=columns),
             ]
         )
         keys = spec_kernels.paged_attention_update_keys("npu" if config.device == "npu" else "native")
         options = {} if config.device == "npu" else {"updatable": {"spec_kernels::paged_attention": tuple(keys)}}
-        device = graph_runtime.get_device(str(setup.device), **options)
+        self.device = graph_runtime.get_device(str(setup.device), **options)
         self.runner = graph_runtime.DecodeRunner(
-            device=device,
+            device=self.device,
             forward=self._forward,
-            buffers=graph_runtime.StaticBuffers(rows, device),
+            buffers=graph_runtime.StaticBuffers(rows, self.device),
             buckets=graph_runtime.Buckets(config.buckets),
             # The query length of every row is the window: what was captured stays true.
             update=graph_runtime.UpdateSpec(keys, constant=["actual_seq_qlen"]),
-            rows_per_request=dict.fromkeys(PER_TOKEN, window),
-            output_rows_per_request=(window, 1),
         )
+        size = largest * (window + 1) * 8
+        self._results = [self.device.allocate_host(size).view(torch.int64).view(largest, window + 1) for _ in range(2)]
 
-    def _forward(self, step: graph_runtime.StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        tensors = step.tensors
-        metadata = spec_kernels.PagedAttentionMetadata(
-            block_table=tensors["block_table"], q_lens=[self.window] * step.bs, kv_lens=step.host["kv_lens"]
+    def _forward(self, step: graph_runtime.StepInputs) -> torch.Tensor:
+        requests, block_table = step.tensors["request"], step.tensors["block_table"]
+        window = self.table.window(requests, self.window)
+        pages = block_table.gather(1, window.positions // self.page_size).long()
+        mask = spec_kernels.exact_length_mask(
+            window.kv_lens, q_len=self.window, columns=self.columns, page_size=self.page_size
         )
+        metadata = spec_kernels.PagedAttentionMetadata(block_table, [self.window] * step.bs, step.host["kv_lens"], mask)
         hidden = self.model.run(
-            self.model.embed(tensors["input_ids"]),
-            positions=tensors["positions"],
-            slots=tensors["slots"],
+            self.model.embed(window.ids.flatten()),
+            positions=window.positions.flatten(),
+            slots=(pages * self.page_size + window.positions % self.page_size).flatten(),
             metadata=metadata,
         )
-        predicted = self.model.next_tokens(hidden)
-        shape = (step.bs, self.window)
-        accepted = spec_kernels.accept_chain(
-            tensors["input_ids"].view(shape), predicted.view(shape), num_drafts=tensors["num_drafts"]
-        )
-        return predicted, accepted.correct_drafts
+        predicted = self.model.next_tokens(hidden).view(step.bs, self.window)
+        accepted = spec_kernels.accept_chain(window.ids, predicted, num_drafts=window.num_drafts)
+        correct = accepted.correct_drafts.long()
+        self.table.commit(requests, window, predicted, correct)
+        return torch.cat([predicted, correct.unsqueeze(1)], 1)
 
-    def step(self, batch: Sequence[Row], *, kv_lens: list[int], graphs: bool) -> Stepped:
-        """Run one step.
+    def launch(self, batch: Sequence[Row], *, kv_lens: list[int], graphs: bool) -> Launched:
+        """Enqueue one step.
 
         Args:
             batch: the live rows.
-            kv_lens: KV length of each row, the window included.
+            kv_lens: a bound of each row's KV length, the window included.
             graphs: whether a captured graph may be used.
         """
-        window = self.window
-        tables = np.zeros((len(batch), self.table_width), np.int32)
-        ids = np.zeros((len(batch), window), np.int64)
-        positions, slots = np.zeros_like(ids), np.zeros_like(ids)
-        num_drafts = np.zeros(len(batch), np.int64)
+        tables = np.zeros((len(batch), self.columns), np.int32)
         for at, row in enumerate(batch):
             tables[at, : len(row.pages)] = row.pages
-            num_drafts[at] = len(row.tokens) - 1
-            ids[at, : len(row.tokens)] = row.tokens
-            positions[at] = np.arange(row.start, row.start + window)
-            slots[at] = slots_for(row.pages, row.start, row.start + window, self.page_size)
         result = self.runner.run(
-            {
-                "input_ids": ids.reshape(-1),
-                "positions": positions.reshape(-1),
-                "slots": slots.reshape(-1),
-                "num_drafts": num_drafts,
-                "block_table": tables,
-            },
+            {"request": np.array([row.table_row for row in batch], np.int64), "block_table": tables},
             {"kv_lens": kv_lens},
             raw_bs=len(batch),
             eager=not graphs,
         )
-        predicted, correct = (part.tolist() for part in result.output)
-        committed = [predicted[at * window : at * window + count + 1] for at, count in enumerate(correct)]
-        return Stepped(committed, result.bucket or len(batch))
+        self._results.reverse()  # the other one may still be read
+        rows = self._results[0][: len(batch)]
+        self.device.copy(rows, result.output)
+        return Launched(rows, self.device.record_fence(), result.bucket or len(batch))
