@@ -209,6 +209,8 @@ def run(
     console.print(f"network: {current_isolation()}")
     tokenizer = ChatTokenizer(open_gguf())
     config = ServeConfig(new_tokens=new_tokens)
+    if quick:  # never more than four requests at once
+        config = config.model_copy(update={"buckets": tuple(size for size in config.buckets if size <= 4)})
     most = largest_output(config, [tokenizer.chat(prompt) for prompt in first_round()])
     if new_tokens > most:
         raise typer.BadParameter(f"--new-tokens {new_tokens}: the decode pool holds at most {most} for every request")
