@@ -24,6 +24,7 @@ from kv_pool.errors import (
     PageError,
     PoolSizeError,
     RowMismatch,
+    SharedTail,
     SlotOutOfRange,
     TableError,
     UnheldComponent,
@@ -35,6 +36,7 @@ from kv_pool.errors import (
     WriteError,
 )
 from kv_pool.mha import MhaPool
+from kv_pool.slots import SlotAllocator
 from kv_pool.tables import block_table, narrow_slots, slots_for
 from kv_pool.writers import Writer, WriterName, create_writer, writer_names
 
@@ -58,6 +60,8 @@ __all__ = [
     "PageError",
     "PoolSizeError",
     "RowMismatch",
+    "SharedTail",
+    "SlotAllocator",
     "SlotOutOfRange",
     "TableError",
     "UnheldComponent",

@@ -26,6 +26,7 @@ __all__ = [
     "PageError",
     "PoolSizeError",
     "RowMismatch",
+    "SharedTail",
     "SlotOutOfRange",
     "TableError",
     "UnheldComponent",
@@ -125,6 +126,10 @@ class PageError(KvPoolError, ValueError):
 
 class OutOfPages(KvPoolError, RuntimeError):
     """Fewer free pages than were asked for; none was taken."""
+
+
+class SharedTail(KvPoolError, ValueError):
+    """A request would write into a page that somebody else reads or writes."""
 
 
 class DoubleFree(PageError):
