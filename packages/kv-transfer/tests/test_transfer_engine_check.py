@@ -85,7 +85,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (NoHandle, r"NoHandle\.cancel: expected a method that can be called as cancel\(handle\)"),
     (NoMethod, r"NoMethod\.poll: expected a method poll\(handle\), got 'poll'"),
     (PlannerCapabilities, r"capabilities: expected EngineCapabilities, got Capabilities"),
-    (NoSession, r"session: expected a text of 1 to 256 characters, got ''"),
+    (NoSession, r"session: expected a text of 1 to 1048576 characters, got ''"),
 ]
 
 

@@ -167,14 +167,14 @@ def test_registering_a_manifest_is_all_or_nothing() -> None:
 
 
 def test_engines_by_name() -> None:
-    assert {"loopback", "mooncake"} <= set(kt.engine_names())
+    assert {"loopback", "mooncake", "nixl"} <= set(kt.engine_names())
     assert list(kt.engine_names()) == sorted(kt.engine_names())
     engine = kt.create_engine("loopback", blocks_per_poll=2)
     assert isinstance(engine, LoopbackEngine)
     assert isinstance(engine, kt.TransferEngine)
     assert engine.capabilities.planner().max_entries_per_batch == 1024
-    with pytest.raises(kt.EngineError, match="no transfer engine is named 'nixl'"):
-        kt.create_engine("nixl")
+    with pytest.raises(kt.EngineError, match="no transfer engine is named 'rdma'"):
+        kt.create_engine("rdma")
     with pytest.raises(ValueError, match="expected 'module:callable'"):
         kt.register_engine("mine", "module.callable")
     with pytest.raises(ValueError, match="taken"):

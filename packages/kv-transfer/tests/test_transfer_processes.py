@@ -1,4 +1,4 @@
-"""Real processes, real Mooncake over TCP, real signals; children run in a loopback-only namespace if possible."""
+"""Real processes, real Mooncake and NIXL, real signals; children run in a loopback-only namespace if possible."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ def _run(script: str, *arguments: str, timeout: float = 60) -> str:
     return done.stderr
 
 
+@pytest.mark.parametrize("engine", ["mooncake", "nixl"])
 @pytest.mark.parametrize("scenario", ["arrives", "killed", "stopped"])
-def test_two_prefill_stages_and_decode_over_mooncake(scenario: str) -> None:
-    assert "kv_transfer.isolation: " in _run("transfer_scenarios.py", scenario, "mooncake")
+def test_two_prefill_stages_and_decode(scenario: str, engine: str) -> None:
+    assert "kv_transfer.isolation: " in _run("transfer_scenarios.py", scenario, engine)
 
 
-def test_mooncake_engine_by_itself() -> None:
-    _run("transfer_mooncake_checks.py")
+@pytest.mark.parametrize("script", ["transfer_mooncake_checks.py", "transfer_nixl_checks.py"])
+def test_an_engine_by_itself(script: str) -> None:
+    _run(script)

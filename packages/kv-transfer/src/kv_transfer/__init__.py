@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from kv_transfer.isolation import enter_loopback_namespace as enter_loopback_namespace
     from kv_transfer.messages import PROTOCOL_VERSION as PROTOCOL_VERSION
     from kv_transfer.receiver import Receiver as Receiver
-    from kv_transfer.receiver_session import ReceiverSession as ReceiverSession
     from kv_transfer.receiver_room import TransferResult as TransferResult
+    from kv_transfer.receiver_session import ReceiverSession as ReceiverSession
     from kv_transfer.registry import create_engine as create_engine
     from kv_transfer.registry import engine_names as engine_names
     from kv_transfer.registry import register_engine as register_engine

@@ -10,6 +10,7 @@ from typing import Final
 
 from kv_transfer.engine import EngineCapabilities, TransferEngine
 from kv_transfer.errors import EngineError
+from kv_transfer.messages import SESSION_CHARACTERS
 
 __all__ = ["require_engine"]
 
@@ -40,10 +41,11 @@ def require_engine(engine: object) -> TransferEngine:
             consequence="a request would fail in the middle of a transfer",
             remedy=_REMEDY,
         )
-    for name in ("name", "session"):
+    for name, most in (("name", 256), ("session", SESSION_CHARACTERS)):
         value: object = getattr(engine, name)
-        if not (isinstance(value, str) and 0 < len(value) <= 256):
-            raise _misfit(f"{kind}.{name}", f"a text of 1 to 256 characters, got {value!r}", value)
+        if not (isinstance(value, str) and 0 < len(value) <= most):
+            shown = f"{len(value)} characters" if isinstance(value, str) and value else repr(value)
+            raise _misfit(f"{kind}.{name}", f"a text of 1 to {most} characters, got {shown}", shown)
     capabilities: object = engine.capabilities
     if not isinstance(capabilities, EngineCapabilities):
         found = type(capabilities).__name__

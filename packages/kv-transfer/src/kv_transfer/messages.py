@@ -38,8 +38,11 @@ __all__ = [
 ]
 
 PROTOCOL_VERSION: Final = 1
+SESSION_CHARACTERS: Final = 1 << 20
+"""Longest session of an engine: one that describes its registered memory in it grows with the layers."""
 
 _Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+_Session = Annotated[str, StringConstraints(min_length=1, max_length=SESSION_CHARACTERS)]
 _Text = Annotated[str, StringConstraints(max_length=65_536)]
 _Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 _Generation = Annotated[int, Field(ge=1, le=2**63 - 1)]
@@ -110,7 +113,7 @@ class Hello(_Message):
 
     type: Literal["hello"] = "hello"
     engine: _Name
-    session: _Name
+    session: _Session
     manifest: str
     process: _Process = ""
     parts: _Parts = ("target", "draft")
@@ -121,7 +124,7 @@ class Welcome(_Message):
 
     type: Literal["welcome"] = "welcome"
     engine: _Name
-    session: _Name
+    session: _Session
     manifest: str
     incarnation: _Generation
     process: _Process = ""

@@ -26,7 +26,7 @@ from kv_transfer.receiver_core import ReceiverCore
 from kv_transfer.receiver_room import ReceiverRoom
 from kv_transfer.receiver_session import ReceiverSession
 from kv_transfer.regions import register_manifest
-from kv_transfer.terms import ALL_PARTS, Terms
+from kv_transfer.terms import ALL_PARTS, Terms, check_parts
 
 __all__ = ["Receiver"]
 
@@ -63,15 +63,16 @@ class Receiver(Endpoint):
         """Registers the memory and listens."""
         if prefill_ranks < 1:
             raise ValueError(f"prefill_ranks: expected at least 1, got {prefill_ranks}")
-        terms = Terms.of(require_engine(engine), parts)
-        check_movable(manifest, terms.parts)
-        regions = register_manifest(engine, manifest, terms.parts)
+        require_engine(engine)
+        self._parts = check_parts(parts)
+        check_movable(manifest, self._parts)
+        regions = register_manifest(engine, manifest, self._parts)
+        terms = Terms.of(engine, self._parts)  # after the memory, which a session may name
         super().__init__(f"kv-transfer-receiver-{Rank.of(manifest)}", timeouts or Timeouts(), limits or Limits())
         self._manifest = manifest
         self._engine = engine
         self._core = ReceiverCore(manifest, terms, prefill_ranks, self._timeouts, self._limits)
         self._regions = regions
-        self._parts = terms.parts
         context, control = self._open_socket(zmq.ROUTER)
         control.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:

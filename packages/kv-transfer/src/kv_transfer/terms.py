@@ -77,8 +77,9 @@ class Terms:
             )
         if self.process != message.process:
             raise PeerRefused(
-                f"engine {self.engine!r} does not reach other processes: local session {self.session!r} of process "
-                f"{self.process or 'any'}, remote session {message.session!r} of process {message.process or 'any'}; "
+                f"engine {self.engine!r} does not reach other processes: local session {self.session[:64]!r} "
+                f"of process {self.process or 'any'}, remote session {message.session[:64]!r} "
+                f"of process {message.process or 'any'}; "
                 f"bytes would be written into the wrong process's memory, or nowhere",
                 code=RefusalCode.ENGINE.value,
                 remedy="use an engine whose capabilities say cross_process on both sides, such as 'mooncake'",

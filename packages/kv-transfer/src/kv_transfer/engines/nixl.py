@@ -1,0 +1,265 @@
+"""The `nixl` engine: NIXL's UCX backend, over shared memory or TCP, between processes and hosts.
+
+NIXL peers need each other's metadata, which names the memory that is registered: the session is that metadata as text,
+so it is read after `register`, and grows with every registration. UCX chooses the path (`UCX_TLS`, `UCX_NET_DEVICES`);
+it listens without authentication, as Mooncake does (see `kv_transfer.isolation`). On one host it writes through shared
+memory: a peer that has the session can write into a range that was unregistered since, so only the sessions of
+kv_transfer say when a page is free.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import binascii
+import importlib
+import os
+import threading
+import uuid
+import weakref
+import zlib
+from typing import Any
+
+import numpy as np
+
+from kv_transfer.engine import DONE, Blocks, EngineCapabilities, TransferHandle, TransferState, TransferStatus
+from kv_transfer.errors import EngineError, EngineUnavailable
+from kv_transfer.regions import RegionTable
+
+__all__ = ["NixlEngine"]
+
+_MODULES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
+_MEMORY = "DRAM"
+_OPEN: weakref.WeakSet[NixlEngine] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_open_engines() -> None:
+    """The library's progress threads must not outlive the interpreter."""
+    for engine in list(_OPEN):
+        engine.close()
+
+
+class _Handle(TransferHandle):
+    __slots__ = ("transfer",)
+
+    def __init__(self, peer: str, batch: Blocks) -> None:
+        super().__init__(peer, len(batch.nbytes), int(batch.nbytes.sum()))
+        self.transfer: Any = None
+
+
+class NixlEngine:
+    """Moves host memory with NIXL; every call into the library happens under one lock.
+
+    Args:
+        max_entries_per_batch: Longest batch.
+        log_level: What the library writes to standard error, unless NIXL_LOG_LEVEL says otherwise already.
+
+    Raises:
+        EngineUnavailable: The wheel is missing or cannot be loaded.
+        EngineError: The library did not start.
+    """
+
+    def __init__(self, *, max_entries_per_batch: int = 4096, log_level: str = "ERROR") -> None:
+        """Starts an agent with a progress thread of its own."""
+        if max_entries_per_batch < 1:
+            raise ValueError(f"max_entries_per_batch: expected at least 1, got {max_entries_per_batch}")
+        os.environ.setdefault("NIXL_LOG_LEVEL", log_level)
+        api = _load()
+        self._name = f"kv-transfer-{uuid.uuid4()}"
+        try:
+            config = api.nixl_agent_config(enable_prog_thread=True, enable_listen_thread=False, backends=["UCX"])
+            self._agent = api.nixl_agent(self._name, config)
+        except Exception as error:
+            raise EngineError(
+                f"nixl did not start: {type(error).__name__}: {error}",
+                consequence="the engine cannot be used",
+                remedy="check UCX_TLS and UCX_NET_DEVICES, and the library's log (NIXL_LOG_LEVEL=DEBUG)",
+            ) from error
+        self._capabilities = EngineCapabilities(max_entries_per_batch=max_entries_per_batch, cross_process=True)
+        self._regions = RegionTable()
+        self._registered: dict[int, Any] = {}
+        self._peers: dict[str, str] = {}
+        self._pending: set[_Handle] = set()
+        self._lock = threading.RLock()
+        self._closed = False
+        _OPEN.add(self)
+
+    @property
+    def name(self) -> str:
+        """Always "nixl"."""
+        return "nixl"
+
+    @property
+    def session(self) -> str:
+        """The agent's metadata: how it is reached, and the memory that is registered now."""
+        with self._lock:
+            self._refuse_closed()
+            return base64.b64encode(zlib.compress(self._agent.get_agent_metadata())).decode()
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """As given to the constructor."""
+        return self._capabilities
+
+    def register(self, address: int, nbytes: int) -> None:
+        """See `TransferEngine.register`."""
+        with self._lock:
+            self._refuse_closed()
+            if not self._regions.add(address, nbytes):
+                return
+            try:
+                self._registered[address] = self._agent.register_memory([(address, nbytes, 0, "")], _MEMORY)
+            except Exception as error:
+                self._regions.remove(address)
+                raise EngineError(
+                    f"nixl cannot register {nbytes} bytes at {address:#x}: {type(error).__name__}: {error}",
+                    local=(address, nbytes),
+                    consequence="the range stays closed",
+                ) from error
+
+    def unregister(self, address: int) -> None:
+        """See `TransferEngine.unregister`. Peers that have the session may still reach the range (see the module)."""
+        with self._lock:
+            if self._closed:
+                return
+            if self._regions.remove(address):
+                self._agent.deregister_memory(self._registered.pop(address))
+
+    def submit(self, peer: str, batch: Blocks) -> TransferHandle:
+        """See `TransferEngine.submit`."""
+        self._refuse_closed()
+        limit = self._capabilities.max_entries_per_batch
+        if limit is not None and len(batch.nbytes) > limit:
+            raise EngineError(
+                f"batch of {len(batch.nbytes)} blocks, the engine takes {limit}",
+                local=len(batch.nbytes),
+                remedy="lower the plan with this engine's capabilities",
+            )
+        self._regions.check(batch.source, batch.nbytes, "source")
+        handle = _Handle(peer, batch)
+        with self._lock:
+            self._refuse_closed()
+            if not len(batch.nbytes):
+                handle.settle(DONE)
+                return handle
+            try:
+                agent = self._agent_of(peer)
+                local, remote = (
+                    self._agent.get_xfer_descs(_descriptors(side, batch.nbytes), _MEMORY)
+                    for side in (batch.source, batch.destination)
+                )
+                handle.transfer = self._agent.initialize_xfer("WRITE", local, remote, agent)
+                self._pending.add(handle)
+                self._take(handle, self._agent.transfer(handle.transfer))
+            except Exception as error:
+                self._fail(handle, error)
+        return handle
+
+    def poll(self, handle: TransferHandle) -> TransferStatus:
+        """See `TransferEngine.poll`."""
+        if isinstance(handle, _Handle) and not handle.status.is_terminal:
+            with self._lock:
+                if not handle.status.is_terminal:
+                    try:
+                        self._take(handle, self._agent.check_xfer_state(handle.transfer))
+                    except Exception as error:
+                        self._fail(handle, error)
+        return handle.status
+
+    def cancel(self, handle: TransferHandle) -> None:
+        """Asks the library to drop the transfer; one that it cannot drop any more ends by itself."""
+        if isinstance(handle, _Handle):
+            with self._lock:
+                if not handle.status.is_terminal:
+                    self._let_go(handle, TransferStatus(TransferState.FAILED, "cancelled"))
+
+    def close(self) -> None:
+        """Waits for running transfers that cannot be dropped, and releases agent and memory."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for handle in list(self._pending):
+                self._let_go(handle, TransferStatus(TransferState.FAILED, "the engine was closed"))
+                while not handle.status.is_terminal:
+                    self.poll(handle)
+            for address in self._regions.clear():
+                self._agent.deregister_memory(self._registered.pop(address))
+            for agent in self._peers.values():
+                self._agent.remove_remote_agent(agent)
+            self._peers.clear()
+            del self._agent
+
+    def _agent_of(self, peer: str) -> str:
+        known = self._peers.get(peer)
+        if known is None:
+            try:
+                metadata = zlib.decompress(base64.b64decode(peer, validate=True))
+            except (ValueError, binascii.Error, zlib.error) as error:
+                raise ValueError(f"{peer[:40]!r} is no session of a nixl engine") from error
+            known = self._peers[peer] = _text(self._agent.add_remote_agent(metadata))
+        return known
+
+    def _take(self, handle: _Handle, state: str) -> None:
+        if state == "DONE":
+            self._let_go(handle, DONE)
+        elif state != "PROC":
+            self._fail(handle, RuntimeError(f"state {state}"))
+
+    def _fail(self, handle: _Handle, error: Exception) -> None:
+        text = f"nixl write of {handle.blocks} blocks, {handle.nbytes} bytes: {type(error).__name__}: {error}"
+        self._let_go(handle, TransferStatus(TransferState.FAILED, text))
+
+    def _let_go(self, handle: _Handle, status: TransferStatus) -> None:
+        """Settle once the library has dropped the transfer; until then the memory is its."""
+        if handle.transfer is not None:
+            try:
+                self._agent.release_xfer_handle(handle.transfer)
+            except Exception:
+                if self._still_runs(handle):
+                    return
+            handle.transfer = None
+        self._pending.discard(handle)
+        handle.settle(status)
+
+    def _still_runs(self, handle: _Handle) -> bool:
+        try:
+            return bool(self._agent.check_xfer_state(handle.transfer) == "PROC")
+        except Exception:
+            return False
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise EngineError(f"engine {self._name} is closed", local=self._name)
+
+
+def _descriptors(addresses: Any, nbytes: Any) -> Any:
+    """Rows of (address, bytes, device 0). Shape: [blocks, 3]; dtype uint64."""
+    rows = np.zeros((len(nbytes), 3), np.uint64)
+    rows[:, 0], rows[:, 1] = addresses, nbytes
+    return rows
+
+
+def _text(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name
+
+
+def _load() -> Any:
+    missing: Exception | None = None
+    for name in _MODULES:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            missing = error
+        except ImportError as error:
+            raise EngineUnavailable(
+                f"the nixl engine cannot load its library: {error}",
+                consequence="the engine cannot be used",
+                remedy="install the missing system library",
+            ) from error
+    raise EngineUnavailable(
+        f"the nixl engine needs a NIXL wheel: {missing}",
+        consequence="the engine cannot be used",
+        remedy="pip install --no-deps nixl-cu12 (it runs without CUDA; its dependencies are not needed)",
+    ) from missing

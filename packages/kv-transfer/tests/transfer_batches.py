@@ -1,0 +1,40 @@
+"""What the scripts that check an engine by itself share: batches, their end, and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer import TransferEngine, TransferHandle, TransferState
+
+
+@dataclasses.dataclass
+class Batch:
+    source: npt.NDArray[np.uint64]
+    destination: npt.NDArray[np.uint64]
+    nbytes: npt.NDArray[np.uint64]
+
+
+def batch(*blocks: tuple[int, int, int]) -> Batch:
+    return Batch(*(np.array(column, np.uint64) for column in zip(*blocks, strict=True)))
+
+
+def end(engine: TransferEngine, handle: TransferHandle) -> str | None:
+    """The error of a batch, or None when it was done; polling is idempotent after the end."""
+    while not (status := engine.poll(handle)).is_terminal:
+        time.sleep(0.001)
+    assert engine.poll(handle) == status
+    return None if status.state is TransferState.DONE else status.error
+
+
+def refused(kind: type[Exception], text: str, call: object, *arguments: object, **options: object) -> None:
+    assert callable(call)
+    try:
+        call(*arguments, **options)
+    except kind as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"{kind.__name__} was expected")

@@ -1,0 +1,77 @@
+"""Checks of the nixl engine by itself, run as a script inside the loopback-only namespace where possible."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import numpy as np
+from transfer_batches import batch, end, refused
+
+from kv_transfer import EngineError, RegionError, create_engine
+
+MEGABYTES = 64
+
+
+def main() -> None:
+    refused(ValueError, "max_entries_per_batch", create_engine, "nixl", max_entries_per_batch=0)
+    writer = create_engine("nixl", max_entries_per_batch=8)
+    reader = create_engine("nixl")
+    assert not {"torch", "nixl._api"} & set(sys.modules)
+
+    size = MEGABYTES << 20
+    source = np.arange(size, dtype=np.uint32).view(np.uint8)[:size].copy()
+    target = np.zeros(size, np.uint8)
+    here, there = int(source.ctypes.data), int(target.ctypes.data)
+    refused(RegionError, "source block 0 of 1", writer.submit, reader.session, batch((here, there, 64)))
+    writer.register(here, size)
+    refused(RegionError, "overlaps", writer.register, here + 4096, 4096)
+    before = reader.session
+    reader.register(there, size - 4096)
+    session = reader.session
+    assert before != session, "the session names the memory that is registered"
+    two = batch((here, there, 8), (here + size - 8, there, 9))
+    refused(RegionError, "source block 1 of 2", writer.submit, session, two)
+    refused(EngineError, "the engine takes 8", writer.submit, session, batch(*[(here, there, 1)] * 9))
+
+    assert end(writer, writer.submit(session, batch((here + 5, there + 100, 1000), (here, there, 64)))) is None
+    assert (target[100:1100] == source[5:1005]).all()
+    assert (target[:64] == source[:64]).all()
+    assert not target[1100:].any()
+    error = end(writer, writer.submit(session, batch((here, there + size - 4096 - 8, 64))))
+    assert error is not None and "64 bytes" in error and "NotFound" in error, error
+    assert not target[1100:].any(), "a refused batch wrote"
+    error = end(writer, writer.submit("127.0.0.1:9", batch((here, there, 64))))
+    assert error is not None and "no session of a nixl engine" in error, error
+
+    whole = batch((here, there, size - 4096))
+    for _ in range(8):  # cancelled at once or already on its way: it ends, and nothing else is disturbed
+        running = writer.submit(session, whole)
+        writer.cancel(running)
+        assert end(writer, running) in (None, "cancelled")
+        writer.cancel(running)
+    assert end(writer, writer.submit(session, whole)) is None
+    assert (target[: size - 4096] == source[: size - 4096]).all()
+
+    reader.register(there, size - 4096)
+    reader.unregister(there)
+    assert end(writer, writer.submit(session, batch((here, there, 64)))) is None
+    reader.unregister(there)
+    refused(RegionError, "no registered region", reader.unregister, there)
+
+    reader.close()
+    running = writer.submit(session, whole)
+    writer.close()
+    assert running.status.is_terminal
+    for engine in (writer, reader):
+        engine.close()
+        engine.unregister(here)
+        refused(EngineError, "is closed", engine.register, here, size)
+        refused(EngineError, "is closed", getattr, engine, "session")
+    refused(EngineError, "is closed", writer.submit, session, batch((here, there, 64)))
+    assert threading.active_count() == 1
+    print("as it should be", flush=True)
+
+
+if __name__ == "__main__":
+    main()
