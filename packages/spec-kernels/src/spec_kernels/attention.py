@@ -59,7 +59,8 @@ def paged_attention(
 
     Mutates: nothing.
 
-    Padding: rows with KV length 0, and query tokens that see nothing, give zeros, whatever their table says. Zero rows give an empty result.
+    Padding: rows with KV length 0, and query tokens that see nothing, give zeros, whatever their table says. Zero rows
+        give an empty result.
 
     Raises:
         BackendError: The backend is not eligible here.
