@@ -151,7 +151,7 @@ def _open_things() -> tuple[int, int]:
 def test_a_connect_that_fails_leaves_nothing_open(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = LoopbackEngine()
     limits = kt.Limits(message_bytes=100) if reason == "hello too large" else None
-    endpoint = "nonsense" if reason == "no endpoint" else "tcp://127.0.0.1:1"
+    endpoint = "tcp://nonsense" if reason == "no endpoint" else "tcp://127.0.0.1:1"
     sender = kt.Sender(stages(make_layout(), 1)[0].manifest, engine, endpoint=endpoint, timeouts=FAST, limits=limits)
     if reason == "no thread":
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from kv_transfer.registry import engine_names as engine_names
     from kv_transfer.registry import register_engine as register_engine
     from kv_transfer.sender import Sender as Sender
-    from kv_transfer.sender import SenderSession as SenderSession
+    from kv_transfer.sender_session import SenderSession as SenderSession
     from kv_transfer.states import ReceiverState as ReceiverState
     from kv_transfer.states import SenderState as SenderState
 
@@ -82,7 +82,8 @@ _HOMES = {
     "receiver_session": ("ReceiverSession",),
     "receiver_room": ("TransferResult",),
     "registry": ("create_engine", "engine_names", "register_engine"),
-    "sender": ("Sender", "SenderSession"),
+    "sender": ("Sender",),
+    "sender_session": ("SenderSession",),
     "states": ("ReceiverState", "SenderState"),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}

@@ -10,7 +10,7 @@ import operator
 
 from kv_transfer.errors import ArgumentError
 
-__all__ = ["check_seconds", "check_whole"]
+__all__ = ["check_endpoint", "check_seconds", "check_whole"]
 
 
 def check_whole(name: str, value: object, most: int) -> int:
@@ -48,3 +48,20 @@ def check_seconds(name: str, value: float) -> float:
             remedy="pass a number of seconds, or None for the default",
         )
     return float(value)
+
+
+def check_endpoint(value: str) -> str:
+    """The endpoint `value`: a ZeroMQ address that can be connected to.
+
+    Raises:
+        ArgumentError: It has no transport that is known, or no address.
+    """
+    transport, _, address = value.partition("://") if isinstance(value, str) else ("", "", "")
+    if transport not in ("tcp", "ipc", "inproc") or not address:
+        raise ArgumentError(
+            f"endpoint: expected an address such as tcp://10.0.0.1:5000, got {value!r}",
+            local=value,
+            consequence="nobody could be reached",
+            remedy="pass Receiver.endpoint",
+        )
+    return value

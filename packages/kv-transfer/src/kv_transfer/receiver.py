@@ -26,6 +26,7 @@ from kv_transfer.receiver_core import ReceiverCore
 from kv_transfer.receiver_room import ReceiverRoom
 from kv_transfer.receiver_session import ReceiverSession
 from kv_transfer.regions import register_manifest
+from kv_transfer.secret import check_secret, seal_receiver
 from kv_transfer.terms import ALL_PARTS, Terms, check_parts
 
 __all__ = ["Receiver"]
@@ -42,8 +43,11 @@ class Receiver(Endpoint):
         parts: Parts of the model to receive; the senders must say the same. Memory of other parts is not registered.
         timeouts: Time limits.
         limits: Size limits.
+        secret: Known to all ends of the deployment: control messages are sealed with it, and nobody without it is
+            heard. None: in the clear, for networks where everybody is trusted.
 
     Raises:
+        ArgumentError: The secret is too short.
         ValueError: The address cannot be bound, or there are no prefill ranks or parts.
         UnsupportedLayout: A component is not organised in pages.
         EngineError: The engine refused the memory, or is none of this version.
@@ -59,8 +63,10 @@ class Receiver(Endpoint):
         parts: Iterable[kv_planner.Part] = ALL_PARTS,
         timeouts: Timeouts | None = None,
         limits: Limits | None = None,
+        secret: str | None = None,
     ) -> None:
         """Registers the memory and listens."""
+        check_secret(secret)
         if prefill_ranks < 1:
             raise ValueError(f"prefill_ranks: expected at least 1, got {prefill_ranks}")
         require_engine(engine)
@@ -75,6 +81,7 @@ class Receiver(Endpoint):
         self._regions = regions
         context, control = self._open_socket(zmq.ROUTER)
         control.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        seal_receiver(control, secret)
         try:
             control.bind(bind)
         except zmq.ZMQError as error:

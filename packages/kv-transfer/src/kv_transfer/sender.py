@@ -1,4 +1,4 @@
-"""The prefill side: `Sender`, one per prefill rank and receiver, and its `SenderSession`, one per room.
+"""The prefill side: `Sender`, one per prefill rank and receiver; its rooms are in `sender_session.py`.
 
 Thin and thread-safe: what happens is decided in `SenderCore` and `SenderRoom`; sockets belong to the thread of
 `Endpoint`.
@@ -7,28 +7,27 @@ Thin and thread-safe: what happens is decided in `SenderCore` and `SenderRoom`; 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from types import TracebackType
 
 import kv_planner
-import numpy.typing as npt
 import zmq
-from pydantic import JsonValue
 
-from kv_transfer.arguments import check_seconds, check_whole
+from kv_transfer.arguments import check_endpoint, check_seconds, check_whole
 from kv_transfer.config import Limits, Timeouts
 from kv_transfer.engine import TransferEngine
 from kv_transfer.engine_check import require_engine
-from kv_transfer.errors import SessionStateError, TransferAborted, TransferError, TransferTimeout
+from kv_transfer.errors import SessionStateError, TransferError, TransferTimeout
 from kv_transfer.handshake import Rank, check_movable
 from kv_transfer.loop import Endpoint
 from kv_transfer.regions import register_manifest
+from kv_transfer.secret import check_secret, seal_sender
 from kv_transfer.sender_core import SenderCore
-from kv_transfer.sender_room import SenderRoom
-from kv_transfer.states import SenderPhase, SenderState
+from kv_transfer.sender_session import SenderSession
+from kv_transfer.states import SenderPhase
 from kv_transfer.terms import ALL_PARTS, check_parts
 
-__all__ = ["Sender", "SenderSession"]
+__all__ = ["Sender"]
 
 
 class Sender(Endpoint):
@@ -42,8 +41,10 @@ class Sender(Endpoint):
             draft serve a decode side with one.
         timeouts: Time limits.
         limits: Size limits.
+        secret: As at the receiver.
 
     Raises:
+        ArgumentError: The secret is too short, or the endpoint is no ZeroMQ address.
         ValueError: The parts are none.
         UnsupportedLayout: A component is not organised in pages.
         EngineError: The engine refused the memory, or is none of this version.
@@ -58,9 +59,12 @@ class Sender(Endpoint):
         parts: Iterable[kv_planner.Part] = ALL_PARTS,
         timeouts: Timeouts | None = None,
         limits: Limits | None = None,
+        secret: str | None = None,
     ) -> None:
         """Registers the memory; `connect` starts the conversation."""
         require_engine(engine)
+        self._secret = check_secret(secret)
+        check_endpoint(endpoint)
         self._parts = check_parts(parts)
         check_movable(manifest, self._parts)
         regions = register_manifest(engine, manifest, self._parts)
@@ -112,7 +116,7 @@ class Sender(Endpoint):
         core = SenderCore(self._manifest, self._engine, self._timeouts, self._limits, time.monotonic(), self._parts)
         try:
             with self.lock:
-                self._launch(zmq.DEALER, lambda control: control.connect(self._endpoint))
+                self._launch(zmq.DEALER, self._attach)
                 self._core = core
                 self._await_phase(core, (SenderPhase.AGREED, SenderPhase.READY), seconds, "the receiver did not answer")
         except zmq.ZMQError as error:
@@ -203,6 +207,10 @@ class Sender(Endpoint):
         """Closes."""
         self.close()
 
+    def _attach(self, control: zmq.Socket[bytes]) -> None:
+        seal_sender(control, self._secret)
+        control.connect(self._endpoint)
+
     def _alive(self) -> SenderCore:
         if self._core is None:
             raise SessionStateError("the sender is not connected", remedy="call connect() first")
@@ -215,7 +223,12 @@ class Sender(Endpoint):
             return True if core.phase in phases else None
 
         if self.wait_for(reached, seconds) is None:
-            raise TransferTimeout(f"{self._endpoint}: {what}", seconds=seconds, consequence="nothing can be sent")
+            raise TransferTimeout(
+                f"{self._endpoint}: {what}",
+                seconds=seconds,
+                consequence="nothing can be sent",
+                remedy="see that all ranks are started, and that all ends have the same secret, or none",
+            )
 
     def _watches_connection(self) -> bool:
         return True
@@ -260,130 +273,3 @@ class Sender(Endpoint):
     def _crashed(self, error: TransferError) -> None:
         if self._core is not None:
             self._core.crashed(error)
-
-
-class SenderSession:
-    """One room at one prefill rank. Made by `Sender.open`; all methods may be called from any thread."""
-
-    def __init__(self, sender: Sender, room: SenderRoom) -> None:
-        """For `Sender.open`."""
-        self._sender = sender
-        self._room = room
-
-    @property
-    def room(self) -> int:
-        """Its number."""
-        return self._room.room
-
-    @property
-    def generation(self) -> int:
-        """Which use of the number this is; 0 on a rank that sends nothing."""
-        return self._room.generation
-
-    @property
-    def pages(self) -> int:
-        """Pages that the receiver offers; 0 on a rank that sends nothing."""
-        return self._room.pages
-
-    @property
-    def tokens(self) -> int:
-        """As given to `Receiver.open`: of the whole prompt; 0 on a rank that sends nothing."""
-        return self._room.offer.tokens if self._room.offer is not None else 0
-
-    @property
-    def first_page(self) -> int:
-        """Index within the request of the first page that the receiver offers; above 0 after its prefix hit."""
-        return self._room.first_page
-
-    @property
-    def state(self) -> SenderState:
-        """The current state."""
-        with self._sender.lock:
-            return self._room.state
-
-    @property
-    def error(self) -> TransferError | None:
-        """Why the room ended badly, if it did."""
-        with self._sender.lock:
-            return self._room.error
-
-    @property
-    def pages_released(self) -> bool:
-        """Whether the engine reads none of the source pages any more, so that they may be reused."""
-        with self._sender.lock:
-            return self._room.is_terminal or self._room.state is SenderState.DONE_SENT
-
-    def send(
-        self,
-        source_pages: npt.ArrayLike,
-        *,
-        start: int,
-        layer_ids: Iterable[int] | None = None,
-        parts: Iterable[kv_planner.Part] | None = None,
-    ) -> None:
-        """Hands one chunk to the engine and returns; the pages must stay as they are until `pages_released`.
-
-        Args:
-            source_pages: Page ids of this rank's pool. Shape: [n]; dtype int32 or int64.
-            start: Index of the first of them within the request, counted from the prompt's first page also when the
-                receiver offers pages from `first_page` on.
-            layer_ids: Only these layers; all of this rank by default.
-            parts: Only "target" or "draft" layers; both by default.
-
-        Raises:
-            CoverageError: A (layer, page) was sent before, or the chunk reaches out of the offered pages. Nothing is
-                sent.
-            kv_planner.PlanError: The pages are not valid. Nothing is sent.
-            TransferError: The room has ended badly; the error says why.
-        """
-        chunk = self._room.plan(source_pages, start, layer_ids, parts)
-        with self._sender.lock:
-            self._room.send(chunk, time.monotonic())
-            self._sender.wake()
-
-    def finish(
-        self, metadata: Mapping[str, JsonValue] | None = None, *, wait: bool = True, timeout: float | None = None
-    ) -> None:
-        """Says that all chunks were handed over; the receiver is told when all of them have arrived.
-
-        FINISHED means that the receiver took what this rank had to send; other ranks of the room may still fail.
-
-        Args:
-            metadata: JSON values for the receiver, such as the first token.
-            wait: Wait for the receiver's answer.
-            timeout: Seconds to wait; None waits until the room ends, which `Timeouts.transfer` bounds.
-
-        Raises:
-            CoverageError: A (layer, page) of this rank's route was never sent; the room stays open.
-            ProtocolError: The metadata is too long or not made of JSON values; the room stays open.
-            TransferError: The room ended badly.
-        """
-        with self._sender.lock:
-            self._room.finish(metadata or {}, time.monotonic())
-            self._sender.wake()
-        if wait:
-            self.wait(timeout)
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Waits for the end after `finish`.
-
-        Raises:
-            TransferTimeout: Not within `timeout`; the room goes on.
-            TransferError: The room ended badly.
-        """
-
-        def ended() -> bool | None:
-            if self._room.error is not None:
-                raise self._room.error
-            return True if self._room.is_terminal else None
-
-        with self._sender.lock:
-            if self._sender.wait_for(ended, timeout) is None:
-                raise TransferTimeout(f"{self._room.name}: still {self._room.state.value}", seconds=timeout or 0.0)
-
-    def abort(self, reason: str) -> None:
-        """Gives the room up: stops writing, then tells the receiver. Does nothing after the end."""
-        with self._sender.lock:
-            name = self._room.name
-            self._room.fail(TransferAborted(f"{name} was aborted here: {reason}", reason=reason, by="local"))
-            self._sender.wake()

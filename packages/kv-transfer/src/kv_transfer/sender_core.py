@@ -141,10 +141,12 @@ class SenderCore:
 
     def disconnected(self, why: str) -> None:
         """The connection is closed."""
+        greeting = self.phase is SenderPhase.GREETING
+        secret = "; see that both ends have the same secret, or none" if greeting else ""
         error = PeerLost(
             f"the receiver is lost: {why}",
             consequence="its rooms have ended",
-            remedy="call connect() again when it is back",
+            remedy=f"call connect() again when it is back{secret}",
         )
         if not self.is_over:
             self.error = error

@@ -1,0 +1,108 @@
+"""A shared secret: who has it is heard, who has none or another one is not, and neither learns it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from transfer_memory import RankMemory, make_layout, stages, whole
+
+import kv_transfer as kt
+from kv_transfer.engines.loopback import LoopbackEngine
+
+SECRET = "a secret of the deployment"
+LAYOUT = make_layout(fingerprint="a-model-that-nobody-should-see")
+QUICK = kt.Timeouts(handshake=2.0)
+
+
+@pytest.fixture
+def memory() -> RankMemory:
+    return whole(LAYOUT)
+
+
+@pytest.fixture
+def receiver(memory: RankMemory) -> Iterator[kt.Receiver]:
+    with kt.Receiver(memory.manifest, LoopbackEngine(), prefill_ranks=1, timeouts=QUICK, secret=SECRET) as receiver:
+        yield receiver
+
+
+def sender(receiver: kt.Receiver, secret: str | None) -> kt.Sender:
+    (memory,) = stages(LAYOUT, 1)
+    return kt.Sender(memory.manifest, LoopbackEngine(), endpoint=receiver.endpoint, timeouts=QUICK, secret=secret)
+
+
+def test_those_with_the_secret_agree(receiver: kt.Receiver) -> None:
+    with sender(receiver, SECRET) as right:
+        right.connect()
+        receiver.wait_ready()
+        assert receiver.members == (kt.Rank(),)
+
+
+@pytest.mark.parametrize("secret", [None, "another secret of somebody"])
+def test_others_are_not_heard_and_hold_nobody_up(receiver: kt.Receiver, secret: str | None) -> None:
+    with sender(receiver, secret) as wrong:
+        with pytest.raises((kt.PeerLost, kt.TransferTimeout)) as caught:
+            wrong.connect()
+        assert "secret" in str(caught.value) and SECRET not in str(caught.value)
+        assert receiver.members == () and receiver.take_refusals() == ()
+        with sender(receiver, SECRET) as right:
+            right.connect()
+            receiver.wait_ready()
+
+
+def test_a_receiver_without_a_secret_is_not_talked_to() -> None:
+    with (
+        kt.Receiver(whole(LAYOUT).manifest, LoopbackEngine(), prefill_ranks=1, timeouts=QUICK) as receiver,
+        sender(receiver, SECRET) as cautious,
+        pytest.raises((kt.PeerLost, kt.TransferTimeout), match="secret"),
+    ):
+        cautious.connect()
+
+
+def test_nothing_travels_in_the_clear(memory: RankMemory) -> None:
+    """A relay between the two sees neither the secret nor the fingerprint that the manifest carries."""
+    seen: list[bytes] = []
+    with kt.Receiver(memory.manifest, LoopbackEngine(), prefill_ranks=1, timeouts=QUICK, secret=SECRET) as receiver:
+        host, port = receiver.endpoint.removeprefix("tcp://").split(":")
+        relay = socket.create_server(("127.0.0.1", 0))
+
+        def carry(source: socket.socket, target: socket.socket) -> None:
+            while data := source.recv(65536):
+                seen.append(data)
+                target.sendall(data)
+            target.close()
+
+        def serve() -> None:
+            near, _ = relay.accept()
+            far = socket.create_connection((host, int(port)))
+            back = threading.Thread(target=carry, args=(far, near), daemon=True)
+            back.start()
+            carry(near, far)
+            back.join(5)
+            near.close()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        (own,) = stages(LAYOUT, 1)
+        endpoint = f"tcp://127.0.0.1:{relay.getsockname()[1]}"
+        with kt.Sender(own.manifest, LoopbackEngine(), endpoint=endpoint, timeouts=QUICK, secret=SECRET) as right:
+            right.connect()
+            receiver.wait_ready()
+        thread.join(5)
+        relay.close()
+    everything = b"".join(seen)
+    assert len(everything) > 500
+    fingerprint = memory.manifest.layout.fingerprint.encode()
+    assert fingerprint in memory.manifest.to_json().encode()
+    assert SECRET.encode() not in everything and fingerprint not in everything and b"manifest" not in everything
+
+
+def test_a_short_secret_and_a_wrong_endpoint_are_refused(memory: RankMemory) -> None:
+    with pytest.raises(kt.ArgumentError, match="at least 16 characters, got 5") as caught:
+        kt.Receiver(memory.manifest, LoopbackEngine(), prefill_ranks=1, secret="12345")
+    assert "12345" not in str(caught.value)
+    for endpoint in ("nonsense", "tcp://", "http://127.0.0.1:1", ""):
+        with pytest.raises(kt.ArgumentError, match="endpoint"):
+            kt.Sender(memory.manifest, LoopbackEngine(), endpoint=endpoint)
