@@ -1,0 +1,65 @@
+"""`python -m kv_transfer`: looks at a machine before it serves. Needs the extra `cli`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+except ModuleNotFoundError as error:
+    raise SystemExit(f"python -m kv_transfer needs {error.name}: pip install 'kv-transfer[cli]'") from None
+
+from kv_transfer.doctor import Report, examine
+from kv_transfer.registry import engine_names
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def main() -> None:
+    """Moves KV from prefill to decode: checks of a machine."""
+
+
+@app.command()
+def doctor(
+    engine: Annotated[list[str] | None, typer.Option(help="Only these engines; may be given several times.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    seconds: Annotated[float, typer.Option(min=1.0, help="Most time for one engine.")] = 30.0,
+) -> None:
+    """Tries every engine with real bytes, and looks at ports, limits, shared memory and settings.
+
+    Exits with 0 when an engine reaches other processes and nothing is a problem, with 1 otherwise, with 2 for a name
+    that is no engine.
+    """
+    unknown = sorted(set(engine or ()) - set(engine_names()))
+    if unknown:
+        raise typer.BadParameter(f"{', '.join(unknown)}: expected some of {', '.join(engine_names())}")
+    report = examine(tuple(engine) if engine else None, seconds=seconds)
+    if as_json:
+        typer.echo(report.model_dump_json(indent=2))
+    else:
+        _show(Console(), report)
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def _show(console: Console, report: Report) -> None:
+    engines = Table("engine", "works", "other processes", "MB/s", "problem", title="Engines", title_justify="left")
+    for item in report.engines:
+        rate = "" if item.megabytes_per_second is None else f"{item.megabytes_per_second:.0f}"
+        words = ("yes" if item.works else "no", "yes" if item.cross_process else "no")
+        engines.add_row(item.name, *words, rate, item.problem)
+    console.print(engines)
+    machine = Table("", "", "", title="Machine", title_justify="left", show_header=False)
+    for finding in report.findings:
+        machine.add_row(finding.level, finding.subject, finding.text)
+    for name, value in report.settings.items():
+        machine.add_row("set", name, value)
+    console.print(machine)
+    console.print(f"control messages: version {report.protocol}; Python {report.python}")
+    console.print("ready" if report.ok else "not ready", style="green" if report.ok else "red")
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m kv_transfer")

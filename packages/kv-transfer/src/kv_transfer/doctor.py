@@ -1,0 +1,211 @@
+"""What this machine offers for transfers: engines that really move bytes, ports, limits, shared memory, settings.
+
+Every engine is tried in a process of its own, inside the loopback-only namespace where that is possible: a library that
+crashes, hangs or listens takes nothing else with it. It changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from kv_transfer.engine import TransferState
+from kv_transfer.errors import TransferError
+from kv_transfer.isolation import current_isolation
+from kv_transfer.messages import PROTOCOL_VERSION
+from kv_transfer.registry import create_engine, engine_names
+
+__all__ = ["EngineReport", "Finding", "Report", "examine"]
+
+_BYTES = 8 << 20
+_BLOCKS = 64
+_SECONDS = 30.0
+_PREFIXES = ("MC_", "UCX_", "NIXL_", "MEMFABRIC_", "ASCEND_", "HCCL_")
+_SHARED_MEMORY = "/dev/shm"
+
+
+class _Data(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class EngineReport(_Data):
+    """One engine.
+
+    Attributes:
+        name: As for `create_engine`.
+        works: Whether it moved bytes and they arrived.
+        cross_process: Whether it reaches other processes.
+        megabytes_per_second: Of a second write of 8 MiB in 64 blocks on this machine, in 10**6 bytes; not a benchmark.
+        problem: Why it does not work, with the remedy; empty otherwise.
+    """
+
+    name: str
+    works: bool
+    cross_process: bool = False
+    megabytes_per_second: float | None = None
+    problem: str = ""
+
+
+class Finding(_Data):
+    """One fact about the machine, and whether transfers can live with it."""
+
+    level: Literal["ok", "note", "problem"]
+    subject: str
+    text: str
+
+
+class Report(_Data):
+    """Everything that was looked at.
+
+    Attributes:
+        protocol: Version of the control messages.
+        engines: One report an engine that is known by name.
+        findings: Ports, limits, shared memory, isolation.
+        settings: Environment variables that the engines read and that are set here.
+    """
+
+    protocol: int
+    python: str
+    engines: tuple[EngineReport, ...]
+    findings: tuple[Finding, ...]
+    settings: dict[str, str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether an engine reaches other processes, and nothing else is a problem."""
+        reaches = any(engine.works and engine.cross_process for engine in self.engines)
+        return reaches and all(finding.level != "problem" for finding in self.findings)
+
+
+def examine(engines: tuple[str, ...] | None = None, *, seconds: float = _SECONDS) -> Report:
+    """Look at this machine.
+
+    Args:
+        engines: Names to try; all that are known by default.
+        seconds: Most time for one engine.
+    """
+    names = engine_names() if engines is None else engines
+    return Report(
+        protocol=PROTOCOL_VERSION,
+        python=platform.python_version(),
+        engines=tuple(_try_apart(name, seconds) for name in names),
+        findings=(_isolation(), _ports(), _locked_memory(), _open_files(), _shared_memory()),
+        settings={name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},
+    )
+
+
+def _try_apart(name: str, seconds: float) -> EngineReport:
+    command = [sys.executable, "-m", "kv_transfer.isolation", "--", sys.executable, "-m", "kv_transfer.doctor", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return EngineReport(name=name, works=False, problem=f"did not end within {seconds:g} s; see its log settings")
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return EngineReport(name=name, works=False, problem=f"its process ended with {done.returncode}: {last}")
+    return EngineReport.model_validate_json(lines[-1])
+
+
+def _try(name: str) -> EngineReport:
+    """Write between two engines of this process, twice, and compare the bytes."""
+    try:
+        source = np.random.default_rng(0).integers(0, 256, _BYTES, dtype=np.uint8)
+        target = np.zeros_like(source)
+        writer, reader = create_engine(name), create_engine(name)
+        try:
+            writer.register(int(source.ctypes.data), _BYTES)
+            reader.register(int(target.ctypes.data), _BYTES)
+            for _ in range(2):
+                target.fill(0)
+                began = time.monotonic()
+                handle = writer.submit(reader.session, _Blocks(source, target))
+                while not (status := writer.poll(handle)).is_terminal:
+                    time.sleep(0)
+                took = time.monotonic() - began
+                if status.state is not TransferState.DONE:
+                    return EngineReport(name=name, works=False, problem=status.error)
+            if not np.array_equal(source, target):
+                return EngineReport(name=name, works=False, problem="it says that bytes arrived which did not")
+            return EngineReport(
+                name=name,
+                works=True,
+                cross_process=writer.capabilities.cross_process,
+                megabytes_per_second=round(_BYTES / took / 1e6, 1),
+            )
+        finally:
+            writer.close()
+            reader.close()
+    except TransferError as error:
+        return EngineReport(name=name, works=False, problem=str(error))
+
+
+class _Blocks:
+    """Equal blocks of two arrays, in reverse order at the destination's end of the list."""
+
+    def __init__(
+        self, source: np.ndarray[tuple[int], np.dtype[np.uint8]], target: np.ndarray[tuple[int], np.dtype[np.uint8]]
+    ) -> None:
+        size = _BYTES // _BLOCKS
+        offsets = np.arange(_BLOCKS, dtype=np.uint64)[::-1] * np.uint64(size)
+        self.source = offsets + np.uint64(source.ctypes.data)
+        self.destination = offsets + np.uint64(target.ctypes.data)
+        self.nbytes = np.full(_BLOCKS, size, np.uint64)
+
+
+def _isolation() -> Finding:
+    now = current_isolation()
+    if now.isolated:
+        return Finding(level="ok", subject="network", text=now.detail)
+    text = (
+        f"{now.detail}; mooncake and nixl listen on every interface without asking who writes: keep their ports inside "
+        f"a trusted network, or run under python -m kv_transfer.isolation"
+    )
+    return Finding(level="note", subject="network", text=text)
+
+
+def _ports() -> Finding:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            return Finding(level="ok", subject="ports", text=f"loopback gives ports, such as {server.getsockname()[1]}")
+    except OSError as error:
+        return Finding(level="problem", subject="ports", text=f"no port on 127.0.0.1: {error}")
+
+
+def _locked_memory() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Finding(level="ok", subject="locked memory", text="no limit")
+    text = f"at most {soft >> 20} MiB can be pinned (ulimit -l); RDMA registration needs the whole pool, TCP nothing"
+    return Finding(level="note", subject="locked memory", text=text)
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    level: Literal["ok", "note"] = "ok" if soft >= 4096 else "note"
+    return Finding(level=level, subject="open files", text=f"limit {soft}, can be raised to {hard} (ulimit -n)")
+
+
+def _shared_memory() -> Finding:
+    try:
+        usage = shutil.disk_usage(_SHARED_MEMORY)
+    except OSError as error:
+        return Finding(level="note", subject="shared memory", text=f"{_SHARED_MEMORY} cannot be used: {error}")
+    level: Literal["ok", "note"] = "ok" if usage.free >= 1 << 30 else "note"
+    text = f"{usage.free >> 20} of {usage.total >> 20} MiB free in {_SHARED_MEMORY}"
+    return Finding(level=level, subject="shared memory", text=text)
+
+
+if __name__ == "__main__":
+    print(json.dumps(_try(sys.argv[1]).model_dump()))
