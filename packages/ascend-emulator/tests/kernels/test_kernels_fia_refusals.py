@@ -9,7 +9,7 @@ import pytest
 import torch
 from ascend_emulator.errors import EmulatorError
 from ascend_emulator.kernels import REGISTRY, RULES, KernelNotCovered, OpRefused
-from ascend_emulator.kernels.rules import FIA
+from ascend_emulator.kernels.fia_rules import FIA
 
 V1 = "npu::npu_fused_infer_attention_score"
 V2 = "npu::npu_fused_infer_attention_score_v2"

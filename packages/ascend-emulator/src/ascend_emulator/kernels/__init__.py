@@ -17,7 +17,7 @@ from .errors import DeviceFault, KernelError, KernelNotCovered, OpRefused, Rule
 from .norms import npu_add_rms_norm, npu_rms_norm
 from .reshape_and_cache import npu_reshape_and_cache
 from .rotary import npu_rotary_mul
-from .rules import RULES
+from .rules import NOTES, RULES, Note
 from .scatter import npu_scatter_nd_update, npu_scatter_nd_update_
 from .transfer import transfer_kv_dim_exchange
 
@@ -44,4 +44,4 @@ REGISTRY: dict[str, Callable[..., Any]] = {
 }
 """Kernel of each op, by full name and overload as torch.ops spells them."""
 
-__all__ = ["REGISTRY", "RULES", "DeviceFault", "KernelError", "KernelNotCovered", "OpRefused", "Rule"]
+__all__ = ["NOTES", "REGISTRY", "RULES", "DeviceFault", "KernelError", "KernelNotCovered", "Note", "OpRefused", "Rule"]

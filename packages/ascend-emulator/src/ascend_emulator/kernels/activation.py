@@ -7,10 +7,21 @@ from __future__ import annotations
 
 import torch
 
-from .rules import refuse
+from .rules import declare, document, refuse
 
 OP = "npu::npu_swiglu"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+declare(
+    "npu_swiglu",
+    document("npu_swiglu"),
+    "test_kernels_other_refusals.py",
+    {
+        "swiglu-dtype": ("float16, bfloat16, float32", "cast the input"),
+        "swiglu-rank": ("an input of 1 to 8 axes", "reshape the input"),
+        "swiglu-even": ("an existing axis of even length to split", "split along another axis"),
+    },
+)
 
 
 def npu_swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from .errors import KernelNotCovered
+from .rules import note
 
 _SCALAR_TYPES = (
     torch.uint8,
@@ -28,6 +29,14 @@ _SCALAR_TYPES = (
     torch.bfloat16,
 )
 """torch dtypes by the number of their c10 ScalarType; the int dtype of npu_dtype_cast's schema."""
+
+note(
+    "npu_dtype_cast",
+    "dtypes that only a device has; input_dtype",
+    "its document",
+    "not computed: `KernelNotCovered`: test_kernels_elementwise.py",
+)
+note("npu_format_cast", "formats other than ND", "its document", "the format stays ND")
 
 
 def _dtype(op: str, dtype: int | torch.dtype) -> torch.dtype:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from ascend_emulator.errors import EmulatorError
 
+from .pose import EVERYWHERE, Scope
+
 AICORE_EXCEPTION = 507015
 """Code with which the CANN runtime reports a kernel that accessed memory it must not."""
 
@@ -41,6 +43,8 @@ class Rule:
         allowed: what is allowed.
         source: document that says so.
         remedy: what a caller does about it.
+        test: file of tests/kernels with a call that breaks it.
+        scope: CANN releases and chips for which it holds.
     """
 
     id: str
@@ -48,6 +52,8 @@ class Rule:
     allowed: str
     source: str
     remedy: str
+    test: str
+    scope: Scope = EVERYWHERE
 
 
 def _stamp(code: str) -> str:

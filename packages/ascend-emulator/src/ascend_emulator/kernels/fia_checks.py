@@ -15,7 +15,7 @@ from .fia_checks_packed import check_packed
 from .fia_checks_paged import check_paged
 from .fia_checks_rope import check_rope, check_sink
 from .fia_requests import Geometry, resolve
-from .rules import refuse
+from .fia_rules import refuse
 
 FLOATS = (torch.float16, torch.bfloat16)
 _QUANTISED = (torch.int8, torch.int32)

@@ -12,7 +12,7 @@ from .errors import KernelNotCovered
 from .fia_call import FiaCall
 from .fia_checks_packed import check_packed_sparse
 from .fia_requests import Geometry
-from .rules import refuse
+from .fia_rules import refuse
 
 COMPRESSED = 2048
 _MASK_DTYPES = (torch.bool, torch.int8, torch.uint8)

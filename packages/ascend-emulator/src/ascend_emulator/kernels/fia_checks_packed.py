@@ -10,7 +10,7 @@ import torch
 
 from .fia_call import FiaCall
 from .fia_requests import Geometry
-from .rules import refuse
+from .fia_rules import refuse
 
 MAX_TOKENS = 1 << 20
 _TND_DIMS = {(128, 128), (192, 128), (192, 192)}

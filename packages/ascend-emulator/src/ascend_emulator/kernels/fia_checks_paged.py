@@ -10,7 +10,7 @@ import torch
 
 from .fia_call import FiaCall
 from .fia_requests import Geometry
-from .rules import refuse
+from .fia_rules import refuse
 
 INT32_MAX = 2**31 - 1
 

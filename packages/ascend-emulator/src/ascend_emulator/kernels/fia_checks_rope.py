@@ -11,7 +11,7 @@ from .fia_call import FiaCall
 from .fia_checks_packed import check_packed_form
 from .fia_checks_paged import check_blocks
 from .fia_requests import Geometry
-from .rules import refuse
+from .fia_rules import refuse
 
 ROPE_DIM = 64
 _LATENT_LAYOUTS = ("BSH", "BSND", "BNSD", "BNSD_NBSD", "BSND_NBSD", "BSH_NBSD", "TND", "TND_NTD")

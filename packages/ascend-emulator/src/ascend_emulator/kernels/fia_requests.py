@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .fia_call import FiaCall, heads_first, value_dim
-from .rules import refuse
+from .fia_rules import refuse
 
 MAX_PACKED_LENGTHS = 4096
 

@@ -14,7 +14,7 @@ from .faults import fill_poison_
 from .fia_call import LAYOUTS, FiaCall, output_shapes
 from .fia_checks import check
 from .fia_compute import attend, shapes
-from .rules import refuse
+from .fia_rules import refuse
 
 
 def not_covered(op: str, **given: object) -> None:

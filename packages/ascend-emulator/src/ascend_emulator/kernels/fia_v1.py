@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from .fia_call import UNBOUNDED, V1_NAMES, FiaCall
+from .fia_rules import refuse
 from .fia_run import infer_output as _infer_output
 from .fia_run import not_covered, run, run_out, workspace
-from .rules import refuse
 
 OP = "npu::npu_fused_infer_attention_score"
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from .fia_call import UNBOUNDED, V2_NAMES, FiaCall
+from .fia_rules import refuse
 from .fia_run import infer_output, not_covered, run, run_out, workspace
-from .rules import refuse
 
 OP = "npu::npu_fused_infer_attention_score_v2"
 

@@ -7,11 +7,33 @@ from __future__ import annotations
 
 import torch
 
-from .rules import refuse
+from .rules import META, declare, document, note, refuse
 
 OP = "npu::npu_rms_norm"
 OP_ADD = "npu::npu_add_rms_norm"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+declare(
+    "npu_rms_norm, npu_add_rms_norm",
+    document("npu_rms_norm"),
+    "test_kernels_other_refusals.py",
+    {
+        "norm-dtype": ("float16, bfloat16, float32", "cast the input"),
+        "norm-gamma-dtype": ("gamma and the second summand of the input's dtype", "cast it"),
+        "norm-rank": ("an input of 2 to 8 axes", "reshape the input"),
+        "norm-gamma": ("gamma shaped as the input's last axes", "pass the weight of the normalised axes"),
+    },
+)
+declare(
+    "npu_add_rms_norm",
+    META,
+    "test_kernels_other_refusals.py",
+    {
+        "norm-summands": ("two summands of one shape", "reshape the summands"),
+    },
+)
+note("npu_rms_norm", "gamma of 2 to 8 axes", "its document", "1 axis is taken: the document's own example has it")
+note("npu_add_rms_norm", "—", "no document in the wheel", "the rules of npu_rms_norm hold")
 
 
 def _check(op: str, name: str, input: torch.Tensor, gamma: torch.Tensor) -> None:

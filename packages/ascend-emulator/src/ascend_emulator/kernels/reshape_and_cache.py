@@ -9,10 +9,44 @@ import torch
 
 from .errors import DeviceFault
 from .faults import layer_of, place
-from .rules import refuse
+from .rules import declare, note, refuse
 
 OP = "atb::_npu_reshape_and_cache"
 _DTYPES = (torch.float16, torch.bfloat16, torch.int8)
+
+declare(
+    "atb::_npu_reshape_and_cache",
+    "operator list of akg, yaml/doc/reshape_and_cache.md; vllm-ascend#706",
+    "test_kernels_other_refusals.py",
+    {
+        "cache-dtype": ("float16, bfloat16 or int8 throughout", "cast keys, values and caches to one dtype"),
+        "cache-slots-dtype": ("slots of dtype int32", "call .to(torch.int32) on the slots"),
+        "cache-slots-shape": ("slots of shape (tokens,)", "pass one slot a token"),
+        "cache-shapes": (
+            "keys and values (tokens, heads, dim), caches (blocks, block_size, heads, dim) with the same heads and dim",
+            "reshape keys, values or caches",
+        ),
+        "cache-contiguous": ("contiguous caches", "pass the cache itself, one layer's view of it at most"),
+    },
+)
+note(
+    "atb::_npu_reshape_and_cache",
+    "(not documented) slots past the caches",
+    "—",
+    "a `DeviceFault` (507015), and nothing is written: test_kernels_faults.py",
+)
+note(
+    "atb::_npu_reshape_and_cache",
+    "negative slots",
+    "CANN's kernels",
+    "not refused: such tokens are skipped: test_kernels_writes.py",
+)
+note(
+    "atb::_npu_reshape_and_cache",
+    "caches in NZ format",
+    "akg, yaml/doc/reshape_and_cache.md",
+    "format NZ does not exist in the emulator; caches of rank 3 are refused by `cache-shapes`",
+)
 
 
 def _check_part(name: str, rows: torch.Tensor, cache: torch.Tensor) -> None:

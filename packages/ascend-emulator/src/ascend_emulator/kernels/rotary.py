@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from .rules import refuse
+from .rules import declare, document, note, refuse
 
 OP = "npu::npu_rotary_mul"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -19,6 +19,31 @@ _HALF = {
     "SBND": ((True, False, False), (True, True, False), (True, True, True)),
 }
 """Which of the first three axes r1 and r2 have at full length, by layout."""
+
+declare(
+    "npu_rotary_mul",
+    document("npu_rotary_mul"),
+    "test_kernels_other_refusals.py",
+    {
+        "rotary-dtype": ("float16, bfloat16, float32", "cast it"),
+        "rotary-rank": ("input, r1, r2 of rank 4", "reshape to BNSD, BSND or SBND"),
+        "rotary-mode": ("half or interleave", "pass 'half'"),
+        "rotary-dim": ("an even head dim below 896", "use a smaller head dim"),
+        "rotary-shape": (
+            "r1 and r2 of one shape: half: 11SD, B1SD, BNSD for BNSD; 1S1D, BS1D, BSND for BSND; S11D, SB1D, SBND "
+            "for SBND, with B and N below 1000; interleave: 11SD, 1S1D, S11D, with B * N below 1000",
+            "expand or reshape r1 and r2",
+        ),
+        "rotary-rotate": ("a rotate matrix of shape (D, D)", "pass a square matrix"),
+    },
+)
+note("npu_rotary_mul", "r1, r2 within [-1, 1]", "its document", "values are not looked at")
+note(
+    "npu_rotary_mul",
+    "jit_compile=True: D = 128, half mode, B, N at most 1000; B * N at most 1024 for gradients of r1, r2",
+    "its document",
+    "the emulator stands for jit_compile=False and computes no gradients",
+)
 
 
 def _shape_fits(shape: torch.Size, factor: torch.Size, mode: str) -> bool:

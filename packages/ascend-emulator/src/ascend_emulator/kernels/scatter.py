@@ -11,11 +11,41 @@ import torch
 
 from .errors import DeviceFault
 from .faults import layer_of, place
-from .rules import refuse
+from .rules import declare, document, note, refuse
 
 OP = "npu::npu_scatter_nd_update"
 OP_INPLACE = "npu::npu_scatter_nd_update_"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.int64, torch.int8)
+
+declare(
+    "npu_scatter_nd_update[_]",
+    document("npu_scatter_nd_update_"),
+    "test_kernels_other_refusals.py",
+    {
+        "scatter-dtype": ("float32, float16, bfloat16, bool, int64, int8", "view the bytes as int8"),
+        "scatter-same-dtype": ("updates of the input's dtype", "cast the updates"),
+        "scatter-rank": ("an input of 1 to 8 axes", "reshape the input"),
+        "scatter-index-dtype": ("indices of dtype int32 or int64", "cast the indices"),
+        "scatter-index-rank": ("indices of rank 2 or more", "view the indices as (n, 1)"),
+        "scatter-index-width": ("a last axis of indices of 1 to input.dim()", "shorten the index tuples"),
+        "scatter-updates": (
+            "updates of shape indices.shape[:-1] + input.shape[a:], a the last axis of indices",
+            "reshape the updates",
+        ),
+    },
+)
+note(
+    "npu_scatter_nd_update[_]",
+    "no index out of range",
+    "its document",
+    "a `DeviceFault` (507015), and nothing is written: test_kernels_faults.py",
+)
+note(
+    "npu_scatter_nd_update[_]",
+    "(not documented) which of two updates of one place wins",
+    "—",
+    "not refused; the last one here",
+)
 
 
 def _check(op: str, input: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor) -> None:

@@ -6,11 +6,9 @@ meaning on CPU tensors. When the bytes move on a device is decided in ``_defined
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import torch
 
-from .errors import OpRefused, Rule
+from .rules import declare, note, refuse
 
 OP = "npu::transfer_kv_dim_exchange"
 SCHEMA = (
@@ -21,23 +19,38 @@ HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
 _FLAG_2D = 2
 _SOURCE = "sgl-kernel-npu, op transfer_kv_dim_exchange"
 
-TRANSFER_RULES: dict[str, Rule] = {
-    rule_id: Rule(rule_id, OP, allowed, _SOURCE, remedy)
-    for rule_id, allowed, remedy in (
-        ("transfer-rank", "tensors of 5 axes, an empty V too", "pass [layers, pages, page_size, heads, dim]"),
-        ("transfer-empty", "a K with elements", "pass the pools"),
-        ("transfer-layers", "as many layers on the host as on the device", "pass all layers of both pools"),
-        ("transfer-page-size", "a positive page_size that is axis 2 of every tensor", "pass the pools' page size"),
-        ("transfer-contiguous", "pages that are contiguous from axis 2 on", "pass the pools themselves"),
-        ("transfer-index-dtype", "indices of dtype int64", "call .long() on the indices"),
-        ("transfer-index-count", "as many device as host indices", "pass one host slot a device slot"),
-        ("transfer-index-whole", "a multiple of page_size indices", "pass whole pages"),
-        ("transfer-direct", "1 (host to device) or 2 (device to host)", "pass 1 or 2"),
-        ("transfer-flags", "flags with bit 1 set (two-dimensional copies)", "pass 2"),
-        ("transfer-page", "indices inside the pools", "pass slots of allocated pages"),
-    )
-}
-"""What the op refuses, by id; the test beside this module breaks each."""
+declare(
+    OP,
+    _SOURCE,
+    "test_kernels_transfer.py",
+    {
+        "transfer-rank": ("tensors of 5 axes, an empty V too", "pass [layers, pages, page_size, heads, dim]"),
+        "transfer-empty": ("a K with elements", "pass the pools"),
+        "transfer-layers": ("as many layers on the host as on the device", "pass all layers of both pools"),
+        "transfer-page-size": ("a positive page_size that is axis 2 of every tensor", "pass the pools' page size"),
+        "transfer-contiguous": ("pages that are contiguous from axis 2 on", "pass the pools themselves"),
+        "transfer-index-dtype": ("indices of dtype int64", "call .long() on the indices"),
+        "transfer-index-count": ("as many device as host indices", "pass one host slot a device slot"),
+        "transfer-index-whole": ("a multiple of page_size indices", "pass whole pages"),
+        "transfer-direct": ("1 (host to device) or 2 (device to host)", "pass 1 or 2"),
+        "transfer-flags": ("flags with bit 1 set (two-dimensional copies)", "pass 2"),
+        "transfer-page": ("indices inside the pools", "pass slots of allocated pages"),
+    },
+)
+
+note(
+    "npu::transfer_kv_dim_exchange",
+    "tensors of 5 axes with equal layers and the page size on axis 2, int64 indices of equal number in whole pages, "
+    "direct 1 or 2, flags with bit 1, pages inside both pools",
+    "sgl-kernel-npu, op of that name",
+    "refused (161002), and nothing moves: test_kernels_transfer.py",
+)
+note(
+    "npu::transfer_kv_dim_exchange",
+    "indices that do not start a page, or do not follow one another",
+    "none: the op looks at the first index of each page alone",
+    "not refused, another page than meant may move: test_kernels_transfer.py",
+)
 
 
 def define() -> None:
@@ -48,26 +61,22 @@ def define() -> None:
         _LIBRARY.define(SCHEMA)  # type: ignore[no-untyped-call]
 
 
-def _refuse(rule_id: str, argument: str, value: object) -> NoReturn:
-    raise OpRefused(OP, argument, value, TRANSFER_RULES[rule_id])
-
-
 def _check_pair(letter: str, device: torch.Tensor, host: torch.Tensor, page_size: int) -> None:
     for side, tensor in (("device", device), ("host", host)):
         name = f"{side}_{letter}"
         if tensor.dim() != 5:
-            _refuse("transfer-rank", name, f"shape {tuple(tensor.shape)}")
+            refuse(OP, "transfer-rank", name, f"shape {tuple(tensor.shape)}")
         if not tensor.numel():
             if letter == "k":
-                _refuse("transfer-empty", name, f"shape {tuple(tensor.shape)}")
+                refuse(OP, "transfer-empty", name, f"shape {tuple(tensor.shape)}")
             return
     for side, tensor in (("device", device), ("host", host)):
         if page_size < 1 or tensor.size(2) != page_size:
-            _refuse("transfer-page-size", f"{side}_{letter}", f"{tuple(tensor.shape)} with page_size {page_size}")
+            refuse(OP, "transfer-page-size", f"{side}_{letter}", f"{tuple(tensor.shape)} with page_size {page_size}")
         if not tensor[0, 0].is_contiguous():
-            _refuse("transfer-contiguous", f"{side}_{letter}", f"strides {tensor.stride()}")
+            refuse(OP, "transfer-contiguous", f"{side}_{letter}", f"strides {tensor.stride()}")
     if device.size(0) != host.size(1):
-        _refuse("transfer-layers", f"host_{letter}", f"{host.size(1)} layers beside {device.size(0)} of the device")
+        refuse(OP, "transfer-layers", f"host_{letter}", f"{host.size(1)} layers beside {device.size(0)} of the device")
 
 
 def page_pairs(
@@ -87,28 +96,28 @@ def page_pairs(
     indices that do not start a page or do not follow one another move a page nobody asked for.
 
     Raises:
-        OpRefused: see ``TRANSFER_RULES``.
+        OpRefused: rows of ``docs/refusals.md``.
     """
     _check_pair("k", device_k, host_k, page_size)
     _check_pair("v", device_v, host_v, page_size)
     for name, indices in (("device_indices", device_indices), ("host_indices", host_indices)):
         if indices.dtype != torch.int64:
-            _refuse("transfer-index-dtype", name, indices.dtype)
+            refuse(OP, "transfer-index-dtype", name, indices.dtype)
     if device_indices.numel() != host_indices.numel():
-        _refuse("transfer-index-count", "host_indices", f"{host_indices.numel()} beside {device_indices.numel()}")
+        refuse(OP, "transfer-index-count", "host_indices", f"{host_indices.numel()} beside {device_indices.numel()}")
     if device_indices.numel() % page_size:
-        _refuse("transfer-index-whole", "device_indices", f"{device_indices.numel()} with page_size {page_size}")
+        refuse(OP, "transfer-index-whole", "device_indices", f"{device_indices.numel()} with page_size {page_size}")
     if direct not in (HOST_TO_DEVICE, DEVICE_TO_HOST):
-        _refuse("transfer-direct", "direct", direct)
+        refuse(OP, "transfer-direct", "direct", direct)
     if not flags & _FLAG_2D:
-        _refuse("transfer-flags", "flags", flags)
+        refuse(OP, "transfer-flags", "flags", flags)
     firsts = (indices.reshape(-1)[::page_size].tolist() for indices in (device_indices, host_indices))
     pairs = [(device // page_size, host // page_size) for device, host in zip(*firsts, strict=True)]
     for device, host in pairs:
         if not 0 <= device < device_k.size(1):
-            _refuse("transfer-page", "device_indices", f"page {device} of {device_k.size(1)}")
+            refuse(OP, "transfer-page", "device_indices", f"page {device} of {device_k.size(1)}")
         if not 0 <= host < host_k.size(0):
-            _refuse("transfer-page", "host_indices", f"page {host} of {host_k.size(0)}")
+            refuse(OP, "transfer-page", "host_indices", f"page {host} of {host_k.size(0)}")
     return pairs
 
 
@@ -137,7 +146,7 @@ def transfer_kv_dim_exchange(
         flags: Bit 1 must be set.
 
     Raises:
-        OpRefused: see ``TRANSFER_RULES``; nothing is copied then.
+        OpRefused: rows of ``docs/refusals.md``; nothing is copied then.
 
     Source:
         Op of the same name in the library sgl-kernel-npu; the check of page ids is that of its newer versions.
