@@ -48,3 +48,6 @@ def npu_swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
         refuse(OP, "swiglu-even", "dim", f"{dim} of shape {tuple(input.shape)}")
     first, second = input.float().chunk(2, dim)
     return (torch.nn.functional.silu(first) * second).to(input.dtype)
+
+
+KERNELS = {OP: npu_swiglu}

@@ -93,3 +93,10 @@ def npu_format_cast(
         Document of torch_npu.npu_format_cast in the torch_npu 2.12.0 wheel.
     """
     return input.clone(memory_format=torch.contiguous_format)
+
+
+KERNELS = {
+    "npu::npu_dtype_cast": npu_dtype_cast,
+    "npu::_npu_dtype_cast": _npu_dtype_cast,
+    "npu::npu_format_cast": npu_format_cast,
+}

@@ -180,3 +180,11 @@ def infer_output(
         kv_heads=num_key_value_heads,
         want_lse=softmax_lse_flag,
     )
+
+
+KERNELS = {
+    OP: npu_fused_infer_attention_score,
+    f"{OP}.out": npu_fused_infer_attention_score_out,
+    "npu::_npu_fused_infer_attention_score_get_max_workspace": get_max_workspace,
+    "npu::_npu_fused_infer_attention_score_infer_output": infer_output,
+}

@@ -174,3 +174,11 @@ def infer_output_v2(
         kv_heads=num_key_value_heads,
         want_lse=return_softmax_lse,
     )
+
+
+KERNELS = {
+    OP: npu_fused_infer_attention_score_v2,
+    f"{OP}.out": npu_fused_infer_attention_score_v2_out,
+    "npu::_npu_fused_infer_attention_score_v2_get_max_workspace": get_max_workspace_v2,
+    "npu::_npu_fused_infer_attention_score_v2_infer_output": infer_output_v2,
+}

@@ -102,3 +102,6 @@ def npu_add_rms_norm(
     total = x1 + x2
     out, reciprocal = _normalise(total, gamma, epsilon)
     return out, reciprocal, total
+
+
+KERNELS = {OP: npu_rms_norm, OP_ADD: npu_add_rms_norm}

@@ -109,3 +109,6 @@ def npu_rotary_mul(
     else:
         turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
     return (r1.float() * x + r2.float() * turned).to(input.dtype)
+
+
+KERNELS = {OP: npu_rotary_mul}

@@ -127,3 +127,6 @@ def npu_scatter_nd_update_(input: torch.Tensor, indices: torch.Tensor, updates: 
 def npu_scatter_nd_update(input: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
     """The same into a copy of ``input``; see ``npu_scatter_nd_update_``."""
     return _write(OP, input.clone(), indices, updates)
+
+
+KERNELS = {OP: npu_scatter_nd_update, OP_INPLACE: npu_scatter_nd_update_}

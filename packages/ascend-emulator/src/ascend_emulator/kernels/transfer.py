@@ -160,5 +160,6 @@ def transfer_kv_dim_exchange(
             target.copy_(source)
 
 
+KERNELS = {OP: transfer_kv_dim_exchange}
 _LIBRARY = torch.library.Library("npu", "FRAGMENT")  # type: ignore[no-untyped-call]
 define()
