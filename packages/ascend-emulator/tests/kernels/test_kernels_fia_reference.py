@@ -119,6 +119,8 @@ class Data:
         for row, part in enumerate(parts):
             for token in range(part.size(1)):
                 cache[table[row, token // size], token % size] = part[:, token]
+        if self.case.block_rank == 5:  # NZ
+            return cache.unflatten(3, (-1, 16)).permute(0, 2, 3, 1, 4).contiguous()
         return cache.transpose(1, 2).contiguous() if self.case.block_rank == 4 else cache.flatten(2)
 
     def arguments(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
@@ -210,7 +212,7 @@ class Data:
 
 def heads_first(tensor: torch.Tensor, axes: str, heads: int, row: int, start: int, count: int) -> torch.Tensor:
     if axes == "BSH":
-        return tensor[row, :count].reshape(count, heads, tensor.size(-1) // heads).transpose(0, 1)
+        return tensor[row, :count].unflatten(-1, (heads, -1)).transpose(0, 1)
     if axes in ("TND", "NTD"):
         return (tensor.transpose(0, 1) if axes == "TND" else tensor)[:, start : start + count]
     if axes == "NSD":
@@ -330,7 +332,7 @@ def packed_cases(draw: st.DrawFn) -> Case:
         kv_lens=kv_lens,
         rope=kind != "plain",
         block_size=128 if paged else 0,
-        block_rank=draw(st.sampled_from([3, 4])),
+        block_rank=draw(st.sampled_from([3, 4, *[5] * (kind == "latent")])),
         mode=mode,
         pre=draw(st.integers(0, 40)) if mode == 4 else 2**31 - 1,
         following=draw(st.integers(0, 3)) if mode == 4 else 2**31 - 1,
@@ -356,14 +358,9 @@ def test_packed_layouts(case: Case) -> None:
 def test_latent_attention_with_a_batch_axis(layout: str, q: int) -> None:
     mode = 0 if q == 1 else 3
     lens = [[20, 0], [40, 3]][q // 3]
-    case = Case(
-        *(V2, layout, torch.float16, 4, 1, 512, 512, [q, q], lens),
-        rope=True,
-        block_size=16,
-        block_rank=3 if layout == "BSH" else 4,
-        mode=mode,
-    )
-    run_and_compare(case)
+    rank = {"BSH": 3, "BSND": 5}.get(layout, 4)
+    sizes = (V2, layout, torch.float16, 4, 1, 512, 512, [q, q], lens)
+    run_and_compare(Case(*sizes, rope=True, block_size=16, block_rank=rank, mode=mode))
 
 
 @pytest.mark.parametrize("mode", [0, 2, 3, 4])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from .errors import KernelNotCovered
-from .fia_call import LAYOUTS, FiaCall
+from .fia_call import LAYOUTS, FiaCall, value_dim
 from .fia_checks_mask import check_mask
 from .fia_checks_packed import check_packed
 from .fia_checks_paged import check_paged
@@ -43,9 +43,7 @@ def _check_key_value(call: FiaCall) -> None:
             raise KernelNotCovered(call.op, name, f"a tensor of dtype {tensor.dtype} (quantised form)")
         if tensor.dtype != call.query.dtype:
             refuse(call.op, "kv-dtype", name, f"{tensor.dtype} beside a query of {call.query.dtype}")
-        if call.paged and tensor.dim() == 5:
-            raise KernelNotCovered(call.op, name, "a cache in NZ format")
-        if tensor.dim() not in ((3, 4) if call.paged else (call.query.dim(),)):
+        if tensor.dim() not in ((3, 4, 5) if call.paged else (call.query.dim(),)):
             refuse(
                 call.op, "value-rank", name, f"shape {tuple(tensor.shape)} beside a query of rank {call.query.dim()}"
             )
@@ -85,9 +83,7 @@ def _check_dense(call: FiaCall) -> None:
 
 def key_dim(call: FiaCall) -> int:
     """Width of one key head."""
-    if (call.paged and call.key.dim() == 3) or (not call.paged and "H" in call.layout.query):
-        return call.key.size(-1) // call.kv_heads
-    return call.key.size(-1)
+    return value_dim(call.key, call.layout.query, call.kv_heads, call.paged)
 
 
 def _check_sizes(call: FiaCall, geometry: Geometry) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from .caches import nz_width
 from .fia_call import FiaCall
 from .fia_requests import Geometry
 from .fia_rules import refuse
@@ -29,13 +30,22 @@ def check_paged(call: FiaCall) -> None:
         refuse(call.op, "table-rank", "block_table", f"shape {tuple(table.shape)}")
     for name, cache in (("key", call.key), ("value", call.value)):
         _check_cache(call, name, cache)
-    if call.key.shape[:-1] != call.value.shape[:-1]:
+    narrow = (2, 4) if call.key.dim() == 5 else (call.key.dim() - 1,)
+    alike = [size for axis, size in enumerate(call.key.shape) if axis not in narrow]
+    if call.key.dim() != call.value.dim() or alike != [
+        size for axis, size in enumerate(call.value.shape) if axis not in narrow
+    ]:
         refuse(call.op, "kv-shape", "value", f"shape {tuple(call.value.shape)} beside a key of {tuple(call.key.shape)}")
 
 
 def _check_cache(call: FiaCall, name: str, cache: torch.Tensor) -> None:
     shape = tuple(cache.shape)
-    if cache.dim() == 4:
+    if cache.dim() == 5:
+        if call.query_rope is None:
+            refuse(call.op, "cache-nz", name, f"shape {shape} without query_rope")
+        if cache.size(1) != call.kv_heads or cache.size(4) != nz_width(cache.dtype):
+            refuse(call.op, "cache-nz", name, f"shape {shape} for {call.kv_heads} key/value heads")
+    elif cache.dim() == 4:
         # One shared latent head lies in memory alike either way; engines pass it with a head axis in every layout.
         latent = call.query_rope is not None and call.kv_heads == 1
         if call.layout.query in ("BSH", "BSND") and not latent:
@@ -47,7 +57,7 @@ def _check_cache(call: FiaCall, name: str, cache: torch.Tensor) -> None:
             refuse(call.op, "width", name, f"H = {cache.size(-1)} for {call.kv_heads} heads")
         if cache.size(-1) > 65535:
             refuse(call.op, "cache-row", name, f"KV_N * D = {cache.size(-1)}")
-    if cache.size(-2) != call.block_size:
+    if cache.size(3 if cache.dim() == 5 else -2) != call.block_size:
         refuse(call.op, "block-size-axis", "block_size", f"{call.block_size} for a cache {name} of {shape}")
 
 

@@ -25,6 +25,11 @@ def _check_pair(call: FiaCall, geometry: Geometry, query_rope: torch.Tensor, key
             refuse(call.op, "rope-dtype", name, f"{rope.dtype} beside {part.dtype}")
         if not rope.is_contiguous():
             refuse(call.op, "contiguous", name, f"shape {tuple(rope.shape)} with strides {rope.stride()}")
+        if part.dim() == 5:  # NZ
+            wanted = (*part.shape[:2], ROPE_DIM // part.size(4), *part.shape[3:])
+            if tuple(rope.shape) != wanted:
+                refuse(call.op, "rope-shape", name, f"shape {tuple(rope.shape)}, wanted {wanted}")
+            continue
         joined = part.dim() == 3 and (("H" in call.layout.query) if name == "query_rope" or not call.paged else True)
         wanted = (*part.shape[:-1], ROPE_DIM * heads if joined else ROPE_DIM)
         if tuple(rope.shape) != wanted:

@@ -53,6 +53,8 @@ def _pages(call: FiaCall, request: Request) -> list[int]:
 def _gather(cache: torch.Tensor, index: torch.Tensor, kv_heads: int, kv_len: int) -> torch.Tensor:
     """Rows of the indexed pages, heads first. Shape: [kv_heads, kv_len, dims]."""
     blocks = cache.index_select(0, index)
+    if cache.dim() == 5:
+        return blocks.permute(1, 0, 3, 2, 4).flatten(3).flatten(1, 2)[:, :kv_len]
     if cache.dim() == 3:
         return blocks.view(-1, kv_heads, cache.size(-1) // kv_heads)[:kv_len].transpose(0, 1)
     return blocks.transpose(0, 1).flatten(1, 2)[:, :kv_len]

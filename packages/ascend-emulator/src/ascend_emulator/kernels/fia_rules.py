@@ -86,6 +86,10 @@ declare(
             "BSH, BSND: caches (blocks, block_size, H); BNSD, TND: that or (blocks, KV_N, block_size, D)",
             "view the cache as (blocks, block_size, KV_N * D)",
         ),
+        "cache-nz": (
+            "NZ caches (blocks, KV_N, D / 16, block_size, 16) with query_rope only",
+            "pass (blocks, block_size, KV_N * D), or (blocks, KV_N, D / 16, block_size, 16) with query_rope",
+        ),
         "cache-row": ("(blocks, block_size, H): KV_N * D of at most 65535", "use (blocks, KV_N, block_size, D)"),
         "cache-int32": ("Q_S = 1: caches of at most 2147483647 elements", "split the cache"),
         "blocks-enough": ("at least as many blocks as the lengths of all requests need", "pass the whole cache"),
