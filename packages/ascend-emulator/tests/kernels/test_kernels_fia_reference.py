@@ -120,7 +120,7 @@ class Data:
             for token in range(part.size(1)):
                 cache[table[row, token // size], token % size] = part[:, token]
         if self.case.block_rank == 5:  # NZ
-            return cache.unflatten(3, (-1, 16)).permute(0, 2, 3, 1, 4).contiguous()
+            return cache.view(pages, size, heads, -1, 16).permute(0, 2, 3, 1, 4).contiguous()
         return cache.transpose(1, 2).contiguous() if self.case.block_rank == 4 else cache.flatten(2)
 
     def arguments(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
@@ -212,7 +212,7 @@ class Data:
 
 def heads_first(tensor: torch.Tensor, axes: str, heads: int, row: int, start: int, count: int) -> torch.Tensor:
     if axes == "BSH":
-        return tensor[row, :count].unflatten(-1, (heads, -1)).transpose(0, 1)
+        return tensor[row, :count].reshape(count, heads, -1).transpose(0, 1)
     if axes in ("TND", "NTD"):
         return (tensor.transpose(0, 1) if axes == "TND" else tensor)[:, start : start + count]
     if axes == "NSD":

@@ -12,6 +12,9 @@ from typing import Any
 
 from . import (
     activation,
+    atb_attention,
+    atb_latent,
+    attention_update,
     casts,
     fia_v1,
     fia_v2,
@@ -27,7 +30,7 @@ from .errors import DeviceFault, KernelError, KernelNotCovered, OpRefused, Rule
 from .rules import NOTES, RULES, Note
 
 _MODULES: tuple[Any, ...] = (
-    *(fia_v1, fia_v2),
+    *(fia_v1, fia_v2, atb_attention, atb_latent, attention_update),
     *(scatter, scatter_pa, gather_pa, reshape_and_cache, transfer),
     *(norms, rotary, activation, casts),
 )
