@@ -212,7 +212,7 @@ class Data:
 
 def heads_first(tensor: torch.Tensor, axes: str, heads: int, row: int, start: int, count: int) -> torch.Tensor:
     if axes == "BSH":
-        return tensor[row, :count].reshape(count, heads, -1).transpose(0, 1)
+        return tensor[row, :count].reshape(count, heads, tensor.size(-1) // heads).transpose(0, 1)
     if axes in ("TND", "NTD"):
         return (tensor.transpose(0, 1) if axes == "TND" else tensor)[:, start : start + count]
     if axes == "NSD":
