@@ -161,7 +161,8 @@ def test_latent_attention_in_its_four_forms(dtype: torch.dtype) -> None:
             want, lse = attend(torch.cat((nope[row, head], rope[row, head])), keys, latents, 0.05)
             close(out[row, head], want, dtype)
             got, got_lse = REGISTRY[f"{LATENT}.lse"](*arguments, True)
-            assert torch.equal(got, out) and got_lse.dtype == dtype
+            close(got[row, head], want, dtype)
+            assert got_lse.dtype == dtype
             if length:
                 close(got_lse[row, head], [lse], dtype)
     given_out, given_lse = torch.empty_like(out), torch.full((3, 2, 1), 9.0, dtype=dtype)

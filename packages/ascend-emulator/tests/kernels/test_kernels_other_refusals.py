@@ -15,8 +15,6 @@ from ascend_emulator.kernels import REGISTRY, RULES, OpRefused
 
 SCATTER = "npu::npu_scatter_nd_update_"
 CACHE = "atb::_npu_reshape_and_cache"
-NORM = "npu::npu_rms_norm"
-ADD = "npu::npu_add_rms_norm"
 SWIGLU = "npu::npu_swiglu"
 ROTARY = "npu::npu_rotary_mul"
 Build = Callable[[], tuple[str, list[Any]]]
@@ -56,8 +54,6 @@ TAKEN: list[Build] = [
     lambda: scatter(dtype=torch.bool, index_dtype=torch.int64),
     cache,
     lambda: cache(dtype=torch.int8),
-    lambda: (NORM, [torch.zeros(2, 3), torch.zeros(3)]),
-    lambda: (ADD, [torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(3)]),
     lambda: (SWIGLU, [torch.zeros(4)]),
     rotary,
     lambda: rotary((2, 3, 5, 8), (2, 3, 5, 8)),
@@ -85,12 +81,6 @@ REFUSED: list[tuple[str, Build]] = [
     ("cache-shapes", lambda: cache(key=torch.zeros(5, 16).half())),
     ("cache-shapes", lambda: cache(value_cache=torch.zeros(4, 16, 2, 4).half())),
     ("cache-contiguous", lambda: cache(key_cache=torch.zeros(3, 2, 16, 8).half().transpose(1, 2))),
-    ("norm-dtype", lambda: (NORM, [torch.zeros(2, 3, dtype=torch.float64), torch.zeros(3)])),
-    ("norm-gamma-dtype", lambda: (NORM, [torch.zeros(2, 3).half(), torch.zeros(3)])),
-    ("norm-gamma-dtype", lambda: (ADD, [torch.zeros(2, 3), torch.zeros(2, 3).half(), torch.zeros(3)])),
-    ("norm-rank", lambda: (NORM, [torch.zeros(3), torch.zeros(3)])),
-    ("norm-gamma", lambda: (NORM, [torch.zeros(2, 3), torch.zeros(2)])),
-    ("norm-summands", lambda: (ADD, [torch.zeros(2, 3), torch.zeros(1, 3), torch.zeros(3)])),
     ("swiglu-dtype", lambda: (SWIGLU, [torch.zeros(4).int()])),
     ("swiglu-rank", lambda: (SWIGLU, [torch.zeros(())])),
     ("swiglu-even", lambda: (SWIGLU, [torch.zeros(3)])),

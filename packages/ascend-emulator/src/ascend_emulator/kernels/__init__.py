@@ -19,8 +19,11 @@ from . import (
     fia_v1,
     fia_v2,
     gather_pa,
+    kv_norm_rope,
     norms,
+    norms_quant,
     reshape_and_cache,
+    rope,
     rotary,
     scatter,
     scatter_pa,
@@ -32,17 +35,22 @@ from .rules import NOTES, RULES, Note
 _MODULES: tuple[Any, ...] = (
     *(fia_v1, fia_v2, atb_attention, atb_latent, attention_update),
     *(scatter, scatter_pa, gather_pa, reshape_and_cache, transfer),
-    *(norms, rotary, activation, casts),
+    *(norms, norms_quant, rotary, rope, kv_norm_rope, activation, casts),
 )
 REGISTRY: dict[str, Callable[..., Any]] = {
     name: kernel for module in _MODULES for name, kernel in module.KERNELS.items()
 }
 """Kernel of each op, by full name and overload as torch.ops spells them."""
+UNDECLARED_WRITES: dict[str, tuple[str, ...]] = {
+    name: arguments for module in (rope, kv_norm_rope) for name, arguments in module.UNDECLARED_WRITES.items()
+}
+"""Arguments that an op writes on a device although its schema does not say so, by full name of the op."""
 
 __all__ = [
     "NOTES",
     "REGISTRY",
     "RULES",
+    "UNDECLARED_WRITES",
     "DeviceFault",
     "KernelError",
     "KernelNotCovered",

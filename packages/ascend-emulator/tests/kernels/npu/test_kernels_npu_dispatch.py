@@ -36,7 +36,9 @@ def test_kernels_have_the_parameters_of_the_schema(name: str) -> None:
     for argument in arguments:
         parameter = parameters[argument.name]
         if argument.has_default_value():
-            assert parameter.default == argument.default_value, argument.name
+            default = parameter.default
+            default = list(default) if isinstance(default, tuple) else default
+            assert default == argument.default_value, argument.name
         else:
             assert parameter.default is inspect.Parameter.empty, argument.name
 
