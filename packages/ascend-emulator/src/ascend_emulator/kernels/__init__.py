@@ -15,13 +15,18 @@ from . import (
     atb_attention,
     atb_latent,
     attention_update,
+    batch_matmul,
     casts,
     fia_v1,
     fia_v2,
+    gated,
     gather_pa,
+    grouped_matmul,
     kv_norm_rope,
     norms,
     norms_quant,
+    quant,
+    quant_matmul,
     reshape_and_cache,
     rope,
     rotary,
@@ -35,7 +40,8 @@ from .rules import NOTES, RULES, Note
 _MODULES: tuple[Any, ...] = (
     *(fia_v1, fia_v2, atb_attention, atb_latent, attention_update),
     *(scatter, scatter_pa, gather_pa, reshape_and_cache, transfer),
-    *(norms, norms_quant, rotary, rope, kv_norm_rope, activation, casts),
+    *(norms, norms_quant, rotary, rope, kv_norm_rope, activation, gated, casts),
+    *(quant, quant_matmul, grouped_matmul, batch_matmul),
 )
 REGISTRY: dict[str, Callable[..., Any]] = {
     name: kernel for module in _MODULES for name, kernel in module.KERNELS.items()

@@ -1,0 +1,282 @@
+"""Quantised, grouped and transposed products against plain loops, and their refusals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ascend_emulator.kernels import REGISTRY, RULES, DeviceFault, KernelNotCovered, pose
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+QMM = "npu::npu_quant_matmul"
+GMM = "npu::npu_grouped_matmul"
+TBM = "npu::npu_transpose_batchmatmul"
+LOOSE = {torch.float16: 3e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5}
+NUMBER = {torch.int8: 1, torch.int32: 3, torch.float16: 5, torch.bfloat16: 15}
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def bytes_(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(-128, 128, shape, generator=torch.Generator().manual_seed(seed)).to(torch.int8)
+
+
+def dot(row: torch.Tensor, column: torch.Tensor) -> float:
+    return math.fsum(float(a) * float(b) for a, b in zip(row, column, strict=True))
+
+
+def close(got: torch.Tensor, want: float) -> None:
+    if got.dtype == torch.int8:
+        assert abs(float(got) - max(-128.0, min(127.0, want))) <= 0.5 + 1e-3 + 1e-5 * abs(want)
+    elif got.dtype == torch.int32:
+        assert int(got) == want
+    else:
+        np.testing.assert_allclose(float(got), want, rtol=LOOSE[got.dtype], atol=LOOSE[got.dtype] * 3)
+
+
+FORMS = [
+    (torch.int8, torch.float32, False, None), (torch.int8, torch.float32, False, torch.int32),
+    (torch.int32, torch.bfloat16, False, torch.int32), (torch.bfloat16, torch.bfloat16, True, torch.bfloat16),
+    (torch.bfloat16, torch.float32, False, torch.float32), (torch.float16, torch.float32, True, torch.int32),
+    (torch.float16, torch.float32, False, None), (torch.float16, torch.float32, True, torch.float32),
+]  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    form=st.sampled_from(FORMS),
+    batch=st.sampled_from([((), ()), ((2,), (2,)), ((2,), ()), ((), (2,)), ((2, 1), (1, 3))]),
+    one=st.booleans(),
+    offset=st.booleans(),
+)
+def test_quant_matmul(
+    form: tuple[torch.dtype, torch.dtype, bool, torch.dtype | None],
+    batch: tuple[tuple[int, ...], tuple[int, ...]],
+    one: bool,
+    offset: bool,
+) -> None:
+    dtype, scale_dtype, rows, bias_dtype = form
+    m, k, n = 3, 5, 4
+    x1, x2 = bytes_(*batch[0], m, k), bytes_(*batch[1], k, n, seed=1)
+    scale = (draw(1 if one else n, seed=2) * 1e-3).to(scale_dtype)
+    pertoken = draw(m, seed=3).abs() if rows else None
+    bias = None if bias_dtype is None else (draw(n, seed=4) * 50).to(bias_dtype)
+    shift = draw(n, seed=5) if offset and dtype == torch.int8 else None
+    out = REGISTRY[QMM](
+        x1, x2, scale, offset=shift, pertoken_scale=pertoken, bias=bias,
+        output_dtype=None if dtype == torch.int8 else NUMBER[dtype],
+    )  # fmt: skip
+    shape = np.broadcast_shapes(batch[0], batch[1])
+    assert out.dtype == dtype and out.shape == (*shape, m, n)
+    left, right = x1.expand(*shape, m, k), x2.expand(*shape, k, n)
+    for at in np.ndindex(*out.shape):
+        i, j = at[-2:]
+        value = dot(left[at[:-1]], right[at[:-2]][:, j])
+        if bias is not None and bias_dtype == torch.int32:
+            value += int(bias[j])
+        if dtype != torch.int32:
+            value *= float(scale[0 if one else j])
+            value *= 1.0 if pertoken is None else float(pertoken[i])
+            value += float(bias[j]) if bias is not None and bias_dtype != torch.int32 else 0.0
+            value += 0.0 if shift is None else float(shift[j])
+        close(out[at], value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.int8]),
+    kind=st.sampled_from([0, 1, 2]),
+    stacked=st.booleans(),
+    rows=st.booleans(),
+    bias=st.booleans(),
+    split=st.sampled_from([0, 2, 3]),
+    listed=st.booleans(),
+)
+def test_grouped_matmul(
+    dtype: torch.dtype, kind: int, stacked: bool, rows: bool, bias: bool, split: int, listed: bool
+) -> None:
+    counts, m, k, n = [2, 0, 3], 6, 4, 5
+    integer = dtype == torch.int8
+    x = bytes_(m, k) if integer else draw(m, k, dtype=dtype)
+    weights = [bytes_(k, n, seed=i) if integer else draw(k, n, dtype=dtype, seed=i) for i in (1, 2, 3)]
+    options: dict[str, Any] = {"split_item": split}
+    shift_dtype = torch.int32 if integer else torch.float32
+    shifts = [(draw(n, seed=9 + i) * 30).to(shift_dtype) for i in range(3)] if bias else None
+    scales = [draw(n, seed=4 + i) * 1e-2 for i in range(3)] if integer else None
+    factors = draw(m, seed=8).abs() if integer and rows else None
+
+    def lists(parts: list[torch.Tensor] | None) -> list[torch.Tensor] | None:
+        return None if parts is None else [torch.stack(parts)] if stacked else parts
+
+    options |= {"bias": lists(shifts), "scale": lists(scales)}
+    options["per_token_scale"] = None if factors is None else [factors]
+    if integer:
+        options["output_dtype"] = NUMBER[torch.bfloat16]
+    ends = [2, 2, 5]
+    if listed:
+        outs = REGISTRY[f"{GMM}.List"]([x], lists(weights), group_list=ends, **options)
+    else:
+        groups = {0: ends, 1: counts, 2: [[0, 2], [1, 0], [2, 3]]}[kind]
+        options |= {"group_type": 0, "group_list_type": kind}
+        outs = REGISTRY[GMM]([x], lists(weights), group_list=torch.tensor(groups), **options)
+    assert len(outs) == (3 if split == 0 else 1)
+    whole = torch.cat(outs) if split == 0 else outs[0]
+    assert whole.size(0) == (5 if split == 0 else 6)
+    for row in range(5):
+        group = 0 if row < 2 else 2
+        for j in range(n):
+            value = dot(x[row], weights[group][:, j])
+            shift = 0.0 if shifts is None else float(shifts[group][j])
+            value += shift if integer else 0.0
+            value *= float(scales[group][j]) if scales else 1.0
+            value *= 1.0 if factors is None else float(factors[row])
+            close(whole[row, j], value + (0.0 if integer else shift))
+    assert split == 0 or bool(whole[5:].isnan().all())
+
+
+@pytest.mark.parametrize("split", [0, 3])
+def test_grouped_matmul_of_pairs(split: int) -> None:
+    xs = [draw(2, 3, seed=1), draw(1, 4, seed=2)]
+    weights = [draw(3, 5, seed=3), draw(4, 5, seed=4)]
+    outs = REGISTRY[GMM](xs, weights, group_type=-1, split_item=split)
+    whole = torch.cat(outs)
+    assert len(outs) == (2 if split == 0 else 1)
+    for at, (pair, row) in enumerate([(0, 0), (0, 1), (1, 0)]):
+        for j in range(5):
+            close(whole[at, j], dot(xs[pair][row], weights[pair][:, j]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("factor", [1, 2, 4])
+@pytest.mark.parametrize("flipped", [False, True])
+def test_transpose_batchmatmul(dtype: torch.dtype, turned: bool, factor: int, flipped: bool) -> None:
+    b, m, k, n = 4, 2, 16, 16
+    x, weight = draw(b, m, k, dtype=dtype), draw(b, k, n, dtype=dtype, seed=1)
+    options: dict[str, Any] = {"perm_x1": [1, 0, 2] if turned else None, "batch_split_factor": factor}
+    if flipped:
+        options["perm_x2"] = [0, 2, 1]
+        pose.set_pose(cann="8.5")
+    given_x = x.transpose(0, 1).contiguous() if turned else x
+    given_w = weight.transpose(1, 2).contiguous() if flipped else weight
+    try:
+        out = REGISTRY[TBM](given_x, given_w, perm_y=[1, 0, 2], **options)
+    finally:
+        pose.set_pose()
+    assert out.shape == ((m, b, n) if factor == 1 else (factor, m, b * n // factor)) and out.dtype == dtype
+    for i, row, j in np.ndindex(b, m, n):
+        at = (row, i, j) if factor == 1 else (i // (b // factor), row, i % (b // factor) * n + j)
+        close(out[at], dot(x[i, row], weight[i][:, j]))
+
+
+Call = tuple[str, dict[str, Any]]
+F = torch.float32
+
+
+def qmm(**over: Any) -> Call:
+    return QMM, {"x1": bytes_(3, 4), "x2": bytes_(4, 5), "scale": torch.ones(5)} | over
+
+
+def gmm(**over: Any) -> Call:
+    options = {"x": [draw(4, 3)], "weight": [draw(2, 3, 5)], "group_list": torch.tensor([1, 4]), "group_type": 0}
+    return GMM, options | over
+
+
+def gmm8(**over: Any) -> Call:
+    options = {"x": [bytes_(4, 3)], "weight": [bytes_(2, 3, 5)], "scale": [torch.ones(2, 5)], "output_dtype": 15}
+    return GMM, gmm()[1] | options | over
+
+
+def tbm(**over: Any) -> Call:
+    return TBM, {"input": draw(2, 3, 16), "weight": draw(2, 16, 16)} | over
+
+
+REFUSED: list[tuple[str, Callable[[], Call]]] = [
+    ("qmm-dtype", lambda: qmm(x1=draw(3, 4))),
+    ("qmm-rank", lambda: qmm(x2=bytes_(5, 4))),
+    ("qmm-rank", lambda: qmm(x1=bytes_(4))),
+    ("qmm-last", lambda: qmm(x1=bytes_(1, 65536), x2=bytes_(65536, 1), scale=torch.ones(1))),
+    ("qmm-scale", lambda: qmm(scale=torch.ones(3))),
+    ("qmm-scale", lambda: qmm(scale=torch.ones(5).half())),
+    ("qmm-pertoken", lambda: qmm(pertoken_scale=torch.ones(5), output_dtype=15)),
+    ("qmm-offset", lambda: qmm(offset=torch.ones(5), output_dtype=5)),
+    ("qmm-bias", lambda: qmm(bias=torch.ones(3).int())),
+    ("qmm-combination", lambda: qmm(pertoken_scale=torch.ones(3))),
+    ("qmm-combination", lambda: qmm(scale=torch.ones(5).bfloat16(), output_dtype=5)),
+    ("qmm-combination", lambda: qmm(bias=torch.ones(5), output_dtype=5)),
+    ("gmm-lists", lambda: gmm(x=[])),
+    ("gmm-lists", lambda: gmm(bias=[draw(5)] * 2)),
+    ("gmm-dtype", lambda: gmm(weight=[draw(2, 3, 5).half()])),
+    ("gmm-dtype", lambda: gmm(x=[draw(4, 3).double()])),
+    ("gmm-shape", lambda: gmm(weight=[draw(2, 4, 5)])),
+    ("gmm-shape", lambda: gmm(x=[draw(2, 2, 3)])),
+    ("gmm-type", lambda: gmm(group_type=-1)),
+    ("gmm-type", lambda: gmm(group_list=None)),
+    ("gmm-type", lambda: gmm(group_type=-1, group_list=None, weight=[draw(4, 5)])),
+    ("gmm-split", lambda: gmm(split_item=4)),
+    ("gmm-list", lambda: gmm(group_list=torch.tensor([1, 4]).int())),
+    ("gmm-list", lambda: gmm(group_list=torch.tensor([1, 2, 4]))),
+    ("gmm-list", lambda: gmm(group_list_type=3)),
+    ("gmm-list", lambda: gmm(weight=[draw(1, 3, 5)], group_list=torch.tensor([4]), group_list_type=1)),
+    ("gmm-reserved", lambda: gmm(offset=[draw(5)])),
+    ("gmm-scale", lambda: gmm(scale=[draw(2, 5)])),
+    ("gmm-scale", lambda: gmm8(scale=None)),
+    ("gmm-scale", lambda: gmm8(scale=[draw(2, 4)])),
+    ("gmm-scale", lambda: gmm8(per_token_scale=[torch.ones(3)])),
+    ("gmm-output", lambda: gmm(output_dtype=5)),
+    ("gmm-output", lambda: gmm8(output_dtype=None)),
+    ("tbm-dtype", lambda: tbm(weight=draw(2, 16, 16).half())),
+    ("tbm-rank", lambda: tbm(weight=draw(3, 16, 16))),
+    ("tbm-rank", lambda: tbm(input=draw(3, 16))),
+    ("tbm-align", lambda: tbm(weight=draw(2, 16, 8))),
+    ("tbm-limit", lambda: tbm(input=torch.zeros(1, 1, 65536), weight=torch.zeros(1, 65536, 16))),
+    ("tbm-perm", lambda: tbm(perm_x1=[2, 1, 0])),
+    ("tbm-perm", lambda: tbm(perm_y=[0, 1, 2])),
+    ("tbm-perm-x2", lambda: tbm(perm_x2=[0, 2, 1])),
+    ("tbm-split", lambda: tbm(batch_split_factor=3)),
+    ("tbm-bias", lambda: tbm(bias=draw(16))),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)), ids=lambda n: f"{n}-{REFUSED[n][0]}")
+def test_calls_outside_the_documents_are_refused(number: int, refuses: Callable[..., None]) -> None:
+    rule, build = REFUSED[number]
+    op, options = build()
+    refuses(rule, op, **options)
+
+
+def test_every_rule_has_a_call_that_breaks_it() -> None:
+    assert {rule for rule, _ in REFUSED} == {rule.id for rule in RULES.values() if rule.test == Path(__file__).name}
+
+
+@pytest.mark.parametrize("call", [qmm(), gmm(), gmm8(), tbm()])
+def test_calls_within_the_documents_are_taken(call: Call) -> None:
+    REGISTRY[call[0]](**call[1])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        qmm(x1=bytes_(3, 4).int()), qmm(scale=torch.ones(5).long()), qmm(group_sizes=[1, 1, 32]), qmm(output_dtype=290),
+        gmm(group_type=2), gmm(act_type=1), gmm(antiquant_scale=[draw(2, 5)]), gmm8(scale=[torch.ones(2, 5).long()]),
+        tbm(scale=torch.ones(32).long()),
+    ],
+)  # fmt: skip
+def test_forms_that_are_not_computed_say_so(call: Call) -> None:
+    with pytest.raises(KernelNotCovered):
+        REGISTRY[call[0]](**call[1])
+
+
+@pytest.mark.parametrize("groups", [[1, 5], [3, 1], [-1, 4]])
+def test_groups_outside_the_rows_fault(groups: list[int]) -> None:
+    op, options = gmm(group_list=torch.tensor(groups))
+    with pytest.raises(DeviceFault):
+        REGISTRY[op](**options)
