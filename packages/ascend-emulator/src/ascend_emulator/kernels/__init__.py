@@ -23,6 +23,9 @@ from . import (
     gather_pa,
     grouped_matmul,
     kv_norm_rope,
+    moe_finalize,
+    moe_gating,
+    moe_routing,
     norms,
     norms_quant,
     quant,
@@ -42,6 +45,7 @@ _MODULES: tuple[Any, ...] = (
     *(scatter, scatter_pa, gather_pa, reshape_and_cache, transfer),
     *(norms, norms_quant, rotary, rope, kv_norm_rope, activation, gated, casts),
     *(quant, quant_matmul, grouped_matmul, batch_matmul),
+    *(moe_gating, moe_routing, moe_finalize),
 )
 REGISTRY: dict[str, Callable[..., Any]] = {
     name: kernel for module in _MODULES for name, kernel in module.KERNELS.items()

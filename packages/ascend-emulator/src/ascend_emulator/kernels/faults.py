@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ascend_emulator.poison import POISON_BYTE
+from ascend_emulator.poison import POISON_BYTE, poison_byte
 
 _INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -41,9 +41,9 @@ def poisoned_rows(rows: torch.Tensor) -> torch.Tensor | None:
 
 
 def fill_poison_(tensor: torch.Tensor) -> torch.Tensor:
-    """Fills a contiguous tensor with poison bytes, as fresh device memory is. Mutates ``tensor`` and returns it."""
+    """Fills a contiguous tensor with its dtype's poison, as fresh memory is. Mutates ``tensor`` and returns it."""
     if tensor.numel():
-        tensor.view(torch.uint8).fill_(POISON_BYTE)
+        tensor.view(-1).view(torch.uint8).fill_(poison_byte(tensor.dtype))
     return tensor
 
 
