@@ -11,7 +11,7 @@ from pathlib import Path
 
 import ascend_emulator as emulator
 import pytest
-from ascend_emulator import _build, _install
+from ascend_emulator import _build, _config, _install
 
 
 def test_installing_again_changes_nothing() -> None:
@@ -76,16 +76,63 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         _build.find_compiler()
 
 
-def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
+def _broken_compiler(folder: Path) -> str:
+    broken = folder / "broken"
     broken.write_text('#!/bin/sh\ncase "$1" in --version) echo broken;; *) echo "no such file" >&2; exit 1;; esac\n')
     broken.chmod(0o755)
-    monkeypatch.setenv("CC", str(broken))
+    return str(broken)
+
+
+def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = _broken_compiler(tmp_path)
+    monkeypatch.setenv("CC", broken)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(emulator.RuntimeBuildError, match="no such file") as caught:
         _build.build_runtime(*_install._check_versions())
-    assert caught.value.command.startswith(str(broken))
+    assert caught.value.command.startswith(broken)
     assert list((tmp_path / "ascend_emulator").iterdir()) == []
+
+
+def test_without_a_cxx_compiler_python_does_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert _install._compiled_kernels(None) is None
+    with pytest.raises(emulator.CompilerNotFoundError, match=r"no C\+\+ compiler .*CXX, c\+\+, g\+\+, clang\+\+"):
+        _install._compiled_kernels(True)
+
+
+def test_a_cxx_compiler_that_fails_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", _broken_compiler(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.warns(RuntimeWarning, match="slower Python kernels"):
+        assert _install._compiled_kernels(None) is None
+    with pytest.raises(emulator.RuntimeBuildError, match="no such file"):
+        _install._compiled_kernels(True)
+    assert _install._compiled_kernels(False) is None
+
+
+def test_the_environment_chooses_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, expected in (("", None), ("0", False), ("1", True)):
+        monkeypatch.setenv("ASCEND_EMULATOR_COMPILED", value)
+        assert _config.compiled_from_environment() is expected
+    monkeypatch.setenv("ASCEND_EMULATOR_COMPILED", "no")
+    with pytest.raises(ValueError, match="ASCEND_EMULATOR_COMPILED: expected 0 or 1, got 'no'"):
+        _config.compiled_from_environment()
+
+
+def test_operators_are_the_same_without_the_compiled_kernels() -> None:
+    """The operators' tests again, in a process whose kernels are the Python ones."""
+    code = "import ascend_emulator as e; e.install(); print(e.is_compiled())"
+    assert run(code, ASCEND_EMULATOR_COMPILED="0").stdout == "False\n"
+    tests = str(Path(__file__).with_name("test_emulator_operators.py"))
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tests],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "ASCEND_EMULATOR_COMPILED": "0"},
+    )
+    assert result.returncode == 0, result.stdout
 
 
 def test_concurrent_builds_end_in_one_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

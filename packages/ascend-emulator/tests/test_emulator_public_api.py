@@ -28,6 +28,7 @@ NAMES = [
     "RuntimeBuildError",
     "VersionPairError",
     "install",
+    "is_compiled",
     "is_installed",
     "register_kernel",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from ._install import install, is_installed, register_kernel
+from ._install import install, is_compiled, is_installed, register_kernel
 from .errors import (
     AlreadyLoadedError,
     CaptureError,
@@ -46,6 +46,7 @@ __all__ = [
     "RuntimeBuildError",
     "VersionPairError",
     "install",
+    "is_compiled",
     "is_installed",
     "register_kernel",
 ]

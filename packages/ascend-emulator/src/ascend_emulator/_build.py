@@ -1,4 +1,7 @@
-"""Builds the C runtime once per source, compiler and torch_npu, in the user's cache directory. It does not load it."""
+"""Builds the C runtime and the compiled operators once per source, compiler and package, in the user's cache directory.
+
+The libraries link neither Python nor each other, so any Python takes them. It does not load them.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,19 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import CompilerNotFoundError, RuntimeBuildError
 
-__all__ = ["LIBRARIES", "build_runtime"]
+__all__ = ["FALLBACK", "LIBRARIES", "build_fallback", "build_runtime"]
 
 _SOURCES = Path(__file__).parent / "runtime"
 _HEADERS = Path("include") / "third_party" / "acl" / "inc"
 _FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
+_FALLBACK_SOURCES = Path(__file__).parent / "native"
+_FALLBACK_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
 
 # Shared library (its SONAME is what torch_npu asks for) -> source files. The order is the order of loading.
 LIBRARIES: dict[str, tuple[str, ...]] = {
@@ -27,25 +34,38 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "libacl_tdt_channel.so": ("empty.c",),
     "libatb.so": ("atb.c",),
 }
+FALLBACK = "libascend_emulator_operators.so"
 
 
-def find_compiler() -> list[str]:
-    """Command of the C compiler: the environment variable CC, else cc, gcc or clang.
+@dataclass(frozen=True)
+class _Language:
+    """A kind of compiler: the environment variable that chooses one, and the names to look for."""
+
+    name: str
+    variable: str
+    commands: tuple[str, ...]
+
+
+_C = _Language("C", "CC", ("cc", "gcc", "clang"))
+_CXX = _Language("C++", "CXX", ("c++", "g++", "clang++"))
+
+
+def find_compiler(language: _Language = _C) -> list[str]:
+    """Command of a compiler: the environment variable CC (CXX), else cc, gcc or clang (c++, g++ or clang++).
 
     Raises:
         CompilerNotFoundError: none of them can be run.
     """
-    chosen = os.environ.get("CC", "").split()
+    chosen = os.environ.get(language.variable, "").split()
     if chosen:
         if shutil.which(chosen[0]) is None:
-            raise CompilerNotFoundError((f"CC={' '.join(chosen)}",))
+            raise CompilerNotFoundError((f"{language.variable}={' '.join(chosen)}",), language.name)
         return chosen
-    names = ("cc", "gcc", "clang")
-    for name in names:
+    for name in language.commands:
         path = shutil.which(name)
         if path is not None:
             return [path]
-    raise CompilerNotFoundError(("the environment variable CC", *names))
+    raise CompilerNotFoundError((f"the environment variable {language.variable}", *language.commands), language.name)
 
 
 def cache_root() -> Path:
@@ -55,7 +75,7 @@ def cache_root() -> Path:
 
 
 def build_runtime(torch_npu_folder: Path, torch_npu_version: str) -> Path:
-    """Folder that holds the built libraries; builds them when this machine has not done so yet.
+    """Folder that holds the C libraries; builds them when this machine has not done so yet.
 
     Safe when several processes do it at once: each builds in a folder of its own and renames it into place.
 
@@ -68,21 +88,52 @@ def build_runtime(torch_npu_folder: Path, torch_npu_version: str) -> Path:
         RuntimeBuildError: the compiler failed.
     """
     compiler = find_compiler()
-    key = hashlib.sha256(torch_npu_version.encode())
-    key.update(_compiler_identity(compiler))
-    key.update(repr((_FLAGS, LIBRARIES)).encode())
-    for source in sorted(_SOURCES.iterdir()):
-        if source.suffix in (".c", ".h"):
-            key.update(source.name.encode() + source.read_bytes())
+    headers = ("-isystem", str(torch_npu_folder / _HEADERS))
+    commands = {
+        name: [*compiler, *_FLAGS, f"-Wl,-soname,{name}", *headers, *(str(_SOURCES / source) for source in sources)]
+        for name, sources in LIBRARIES.items()
+    }
+    return _build(compiler, _SOURCES.iterdir(), commands, (torch_npu_version, repr((_FLAGS, LIBRARIES))))
+
+
+def build_fallback(torch_folder: Path, torch_npu_folder: Path, builds: str) -> Path:
+    """Folder that holds the compiled operators; builds them when this machine has not done so for this torch.
+
+    Args:
+        torch_folder: installed package, whose headers and libraries are used.
+        torch_npu_folder: installed package, whose library is used.
+        builds: names the builds of both (versions, commit, C++ ABI), part of the key.
+
+    Raises:
+        CompilerNotFoundError: no C++ compiler.
+        RuntimeBuildError: the compiler failed.
+    """
+    compiler = find_compiler(_CXX)
+    command = [
+        *compiler, *_FALLBACK_FLAGS, "-isystem", str(torch_folder / "include"), str(_FALLBACK_SOURCES / "fallback.cpp"),
+        "-L", str(torch_folder / "lib"), "-ltorch_cpu", "-lc10", "-L", str(torch_npu_folder / "lib"), "-ltorch_npu",
+    ]  # fmt: skip
+    return _build(
+        compiler, _FALLBACK_SOURCES.iterdir(), {FALLBACK: command}, (builds, repr((_FALLBACK_FLAGS, FALLBACK)))
+    )
+
+
+def _build(compiler: list[str], sources: Iterable[Path], commands: dict[str, list[str]], key: tuple[str, ...]) -> Path:
+    """The folder of a set of libraries; each command gets its output file appended."""
+    digest = hashlib.sha256(repr(key).encode())
+    digest.update(_compiler_identity(compiler))
+    for source in sorted(sources):
+        if source.suffix in (".c", ".cpp", ".h"):
+            digest.update(source.name.encode() + source.read_bytes())
     root = cache_root()
-    target = root / key.hexdigest()[:20]
+    target = root / digest.hexdigest()[:20]
     if target.is_dir():
         return target
     root.mkdir(parents=True, exist_ok=True)
     working = Path(tempfile.mkdtemp(prefix="build-", dir=root))
     try:
-        for name, sources in LIBRARIES.items():
-            _compile(compiler, name, sources, torch_npu_folder / _HEADERS, working)
+        for name, command in commands.items():
+            _compile([*command, "-o", str(working / name)])
         try:
             working.rename(target)
         except OSError:
@@ -98,17 +149,7 @@ def _compiler_identity(compiler: list[str]) -> bytes:
     return " ".join(compiler).encode() + result.stdout
 
 
-def _compile(compiler: list[str], name: str, sources: tuple[str, ...], headers: Path, folder: Path) -> None:
-    command = [
-        *compiler,
-        *_FLAGS,
-        f"-Wl,-soname,{name}",
-        "-isystem",
-        str(headers),
-        "-o",
-        str(folder / name),
-        *(str(_SOURCES / source) for source in sources),
-    ]
+def _compile(command: list[str]) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise RuntimeBuildError(" ".join(command), result.stdout + result.stderr)

@@ -14,8 +14,9 @@ import torch
 from ._composites import matmul_backward, scaled_dot_product_attention
 from ._copies import copy_, copy_from, copy_from_and_resize, local_scalar_dense
 from ._factories import FACTORIES
+from ._native import Compiled
 from ._operators import npu_kernel
-from ._schema import find_operator
+from ._schema import Plan, find_operator, plan_of
 from .errors import KernelNotFoundError
 
 __all__ = ["register", "register_aten"]
@@ -27,12 +28,19 @@ _KEEP = frozenset(
         "record_stream", "_pin_memory", "is_pinned", "_reshape_alias", "detach", "alias", "_to_copy",
     }
 )  # fmt: skip
-# What has a function of its own below.
-_OWN = frozenset(
-    {
-        "copy_", "_copy_from", "_copy_from_and_resize", "_local_scalar_dense", "scaled_dot_product_attention",
-        "_fused_sdp_choice", *FACTORIES,
-    }
+# What has a function of its own.
+_OWN: dict[str, Callable[..., Any]] = {
+    "copy_": copy_,
+    "_copy_from": copy_from,
+    "_copy_from_and_resize": copy_from_and_resize,
+    "_local_scalar_dense": local_scalar_dense,
+    "scaled_dot_product_attention": scaled_dot_product_attention,
+    "_fused_sdp_choice": lambda *args, **kwargs: 0,  # the composite one
+    **FACTORIES,
+}
+# Those of them that `native/fallback.cpp` knows by name.
+_OWN_COMPILED = (
+    "copy_", "_local_scalar_dense", "empty.memory_format", "empty_strided", "empty_like", "zeros", "ones", "full",
 )  # fmt: skip
 _SHAPE_ONLY = ("_get_max_workspace", "_infer_output", "_get_workspace")
 _kernels: dict[str, Callable[..., Any]] = {}
@@ -62,8 +70,9 @@ def register(name: str, call: Callable[..., Any]) -> None:
         raise KernelNotFoundError(name, "torch has no such operator; define it first with torch.library") from error
     shape_only = any(word in name for word in _SHAPE_ONLY)
     _kernels[name] = call
+    plan = plan_of(name, operator)
     _implement(
-        name, npu_kernel(name, operator, call, shape_only=shape_only, check=None if shape_only else _check(name))
+        name, npu_kernel(plan, operator, call, shape_only=shape_only, check=None if shape_only else _check(name))
     )
 
 
@@ -80,9 +89,32 @@ def _check(name: str) -> Callable[[Any, dict[str, Any]], None]:
     return check
 
 
-def register_aten() -> int:
-    """Register all aten operators that torch_npu has at its key; how many."""
-    count = 0
+def register_aten(compiled: Compiled | None) -> int:
+    """Register all aten operators that torch_npu has at its key; how many.
+
+    Args:
+        compiled: stands in front of the Python kernels when it is there.
+    """
+    if compiled is not None:
+        compiled.take_originals()
+    plans = _general()
+    for plan, operator in plans:
+        _implement(plan.name, npu_kernel(plan, operator))
+    for name, kernel in _OWN.items():
+        _implement(f"aten::{name}", kernel)
+    _implement("aten::scaled_dot_product_attention", scaled_dot_product_attention, "AutogradPrivateUse1")
+    register("aten::matmul_backward", matmul_backward)
+    if compiled is not None:
+        for plan, _ in plans:
+            compiled.put_in_front(plan)
+        for name in _OWN_COMPILED:
+            compiled.put_in_front(plan_of(f"aten::{name}", find_operator(f"aten::{name}")))
+    return len(plans)
+
+
+def _general() -> list[tuple[Plan, Any]]:
+    """The operators that run the CPU's kernel on the same bytes."""
+    plans = []
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
         if not name.startswith("aten::") or name[6:] in _KEEP or name[6:] in _OWN:
             continue
@@ -94,16 +126,5 @@ def register_aten() -> int:
             continue  # a view: torch_npu's own
         if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
             continue  # torch_npu's own; it fails and names the operator
-        _implement(name, npu_kernel(name, operator))
-        count += 1
-    _implement("aten::copy_", copy_)
-    _implement("aten::_copy_from", copy_from)
-    _implement("aten::_copy_from_and_resize", copy_from_and_resize)
-    _implement("aten::_local_scalar_dense", local_scalar_dense)
-    for key in ("AutogradPrivateUse1", "PrivateUse1"):
-        _implement("aten::scaled_dot_product_attention", scaled_dot_product_attention, key)
-    register("aten::matmul_backward", matmul_backward)
-    _implement("aten::_fused_sdp_choice", lambda *args, **kwargs: 0)  # the composite one
-    for name, factory in FACTORIES.items():
-        _implement(f"aten::{name}", factory)
-    return count
+        plans.append((plan_of(name, operator), operator))
+    return plans

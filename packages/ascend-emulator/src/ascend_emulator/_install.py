@@ -14,15 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from ._build import build_runtime
+from ._config import compiled_from_environment
 from ._quiet import without_lines, without_native_lines
 from ._runtime import runtime
 from .errors import (
     AlreadyLoadedError,
+    CompilerNotFoundError,
     MissingPackageError,
+    NotInstalledError,
+    RuntimeBuildError,
     VersionPairError,
 )
 
-__all__ = ["install", "is_installed", "register_kernel"]
+__all__ = ["install", "is_compiled", "is_installed", "register_kernel"]
 
 # torch release -> torch_npu release that was tried on this runtime.
 _PAIRS = {"2.12.0": "2.12.0"}
@@ -40,7 +44,20 @@ def is_installed() -> bool:
     return bool(_settings)
 
 
-def install(*, devices: int = 2, memory_bytes: int = 16 << 30, wait_seconds: float = 10.0) -> None:
+def is_compiled() -> bool:
+    """Whether aten operators run through the compiled kernel, not through the slower Python kernels.
+
+    Raises:
+        NotInstalledError: before `install()`.
+    """
+    if not _settings:
+        raise NotInstalledError("is_compiled()")
+    return bool(_settings["compiled"])
+
+
+def install(
+    *, devices: int = 2, memory_bytes: int = 16 << 30, wait_seconds: float = 10.0, compiled: bool | None = None
+) -> None:
     """Load the real torch_npu with emulated devices `npu:0` … `npu:devices-1`.
 
     Call it before the first import of torch_npu. torch may be imported already, if its autoload was off. Calling it
@@ -50,13 +67,17 @@ def install(*, devices: int = 2, memory_bytes: int = 16 << 30, wait_seconds: flo
         devices: number of devices, 1 to 16.
         memory_bytes: memory of each device; host memory is used only as it is allocated.
         wait_seconds: how long a wait of the host goes on without progress before it is a `DeadlockError`.
+        compiled: whether aten operators run through a compiled kernel (about 5 µs an operator beside the CPU's) or
+            through Python kernels with the same results (about 50 µs). None: as the environment variable
+            ASCEND_EMULATOR_COMPILED says (1 or 0), else compiled where a C++ compiler is found. An installed emulator
+            keeps what it has.
 
     Raises:
         AlreadyLoadedError: torch_npu was imported before.
         MissingPackageError: torch or torch_npu is not installed.
         VersionPairError: they are not a supported pair.
-        CompilerNotFoundError: no C compiler.
-        RuntimeBuildError: the C compiler failed.
+        CompilerNotFoundError: no C compiler, or no C++ compiler although `compiled` asks for it.
+        RuntimeBuildError: the C compiler failed, or the C++ compiler although `compiled` asks for it.
         ValueError: an argument is out of range, or differs from that of the first call.
     """
     if not 1 <= devices <= _MAX_DEVICES:
@@ -78,9 +99,10 @@ def install(*, devices: int = 2, memory_bytes: int = 16 << 30, wait_seconds: flo
         _set_environment()
         runtime.load(libraries, devices=devices, memory_bytes=memory_bytes)
         _import_quietly()
-        _register(wait_seconds)
+        in_front = _compiled_kernels(compiled_from_environment() if compiled is None else compiled)
+        _register(wait_seconds, in_front)
         _first_allocation()
-        _settings.update(devices=devices, memory_bytes=memory_bytes)
+        _settings.update(devices=devices, memory_bytes=memory_bytes, compiled=in_front is not None)
         for name, kernel in list(_pending_kernels.items()):
             register_kernel(name, kernel)
         _pending_kernels.clear()
@@ -152,12 +174,28 @@ def _first_allocation() -> None:
     torch.npu.reset_peak_memory_stats()
 
 
-def _register(wait_seconds: float) -> None:
+def _compiled_kernels(wanted: bool | None) -> Any:
+    """The loaded library of compiled kernels; None: the Python kernels do it all."""
+    if wanted is False:
+        return None
+    try:
+        return importlib.import_module("._native", __package__).load()
+    except CompilerNotFoundError:
+        if wanted:
+            raise
+    except RuntimeBuildError as error:
+        if wanted:
+            raise
+        warnings.warn(f"operators run through the slower Python kernels: {error}", RuntimeWarning, stacklevel=3)
+    return None
+
+
+def _register(wait_seconds: float, in_front: Any) -> None:
     importlib.import_module("._calls", __package__).connect()
     importlib.import_module("._queue", __package__).scheduler.wait_seconds = wait_seconds
     importlib.import_module("._waits", __package__).install_waits()
     fallback = importlib.import_module("._fallback", __package__)
-    fallback.register_aten()
+    fallback.register_aten(in_front)
     kernels: dict[str, Callable[..., Any]] = importlib.import_module(".kernels", __package__).REGISTRY
     for name, kernel in kernels.items():
         fallback.register(name, kernel)

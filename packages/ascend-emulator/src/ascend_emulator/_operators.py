@@ -1,6 +1,7 @@
 """Wraps a CPU kernel as an npu kernel, which runs now, later or at a replay. It owns no kernel itself.
 
-This is the Python fallback; a boxed C++ kernel with the same contract can take `npu_kernel`'s place per operator.
+This is the meaning of every operator. `native/fallback.cpp` stands in front of it where a C++ compiler was found, and
+does the same for calls that run at once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ._graphs import Graph, OperatorNode, Record, graphs, local
 from ._lowering import Lowered, bring_home, call_resizing, lower, new_tensors, resize_out, results, snapshots
 from ._queue import StreamQueue, Work, scheduler
 from ._random import seeded, source_of, with_default_generator
-from ._schema import plan_of
+from ._schema import Plan
 from ._shapes import infer
 from .errors import CaptureError
 
@@ -50,7 +51,7 @@ def capturing_graph(queue: StreamQueue) -> Graph | None:
 
 
 def npu_kernel(
-    name: str,
+    plan: Plan,
     operator: Any,
     call: Callable[..., Any] | None = None,
     *,
@@ -60,8 +61,8 @@ def npu_kernel(
     """The npu kernel of an operator.
 
     Args:
-        name: qualified name, for messages.
-        operator: the overload; its schema decides what is written and returned, its meta kernel the shapes.
+        plan: what the operator's schema says.
+        operator: the overload; its meta kernel decides the shapes.
         call: kernel on CPU tensors; None: the operator's own CPU kernel.
         shape_only: the results carry a shape and no data (workspace, output allocation), so nothing is queued or
             captured.
@@ -71,7 +72,6 @@ def npu_kernel(
     Returns:
         A function for `torch.library.Library.impl(..., "PrivateUse1")`.
     """
-    plan = plan_of(name, operator)
     cpu: Callable[..., Any] = call or operator
     simple = not (plan.randomness or plan.needs_host or plan.is_index)
 

@@ -119,6 +119,7 @@ class Scheduler:
     def refresh(self) -> None:
         """Recompute the two flags after queues, captures or updates changed."""
         self.slow = bool(self._busy or self.captures or self.updates or self.observers)
+        runtime.set_slow(self.slow)
         runtime.set_active(bool(self._busy or self._unsettled))
 
     def count(self, *, captures: int = 0, updates: int = 0, observers: int = 0) -> None:

@@ -97,11 +97,16 @@ class Runtime:
         self.host_sees_stream = lib.emulator_host_sees_stream
         self.host_sees_event = lib.emulator_host_sees_event
         self._active = ctypes.c_int.in_dll(lib, "emulator_active")
+        self._slow = ctypes.c_int.in_dll(lib, "emulator_slow")
         self.loaded = True
 
     def set_active(self, active: bool) -> None:
         """Tell C whether a wait of the host has anything to do."""
         self._active.value = int(active)
+
+    def set_slow(self, slow: bool) -> None:
+        """Tell the compiled kernels whether an operator has to look at its stream before it runs."""
+        self._slow.value = int(slow)
 
     def streams(self) -> list[int]:
         """Addresses of all streams."""

@@ -73,24 +73,26 @@ class VersionPairError(InstallError):
 
 
 class CompilerNotFoundError(InstallError):
-    """No C compiler was found to build the runtime library."""
+    """No C compiler was found to build the runtime library, or no C++ compiler for the compiled operators."""
 
-    def __init__(self, tried: tuple[str, ...]) -> None:
+    def __init__(self, tried: tuple[str, ...], language: str = "C") -> None:
         self.tried = tried
+        self.language = language
+        package, variable = ("gcc", "CC") if language == "C" else ("g++", "CXX")
         super().__init__(
-            f"no C compiler was found (tried {', '.join(tried)}); the emulator builds its runtime library once per "
-            "machine. Install gcc or clang (Debian: apt-get install gcc), "
-            "or set the environment variable CC to a compiler."
+            f"no {language} compiler was found (tried {', '.join(tried)}); the emulator builds its libraries once per "
+            f"machine. Install {package} or clang (Debian: apt-get install {package}), "
+            f"or set the environment variable {variable} to a compiler."
         )
 
 
 class RuntimeBuildError(InstallError):
-    """The C compiler refused the runtime library."""
+    """The compiler refused the runtime library or the compiled operators."""
 
     def __init__(self, command: str, output: str) -> None:
         self.command = command
         self.output = output
-        super().__init__(f"building the runtime library failed.\ncommand: {command}\noutput:\n{output}")
+        super().__init__(f"building a library of the emulator failed.\ncommand: {command}\noutput:\n{output}")
 
 
 class NotInstalledError(EmulatorError, RuntimeError):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from ._install import install, is_installed
+from ._install import install, is_compiled, is_installed
 
 __all__ = ["pytest_addoption", "pytest_configure", "pytest_report_header"]
 
@@ -38,4 +38,5 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     import torch_npu
 
     versions = f"torch {torch.__version__}, torch_npu {torch_npu.__version__}"
-    return f"ascend_emulator: {versions}, {torch_npu.npu.device_count()} emulated devices"
+    operators = "compiled" if is_compiled() else "Python"
+    return f"ascend_emulator: {versions}, {torch_npu.npu.device_count()} emulated devices, {operators} operators"

@@ -16,6 +16,7 @@ static int device_count = 1;
 static PythonCall python_call;
 
 int emulator_active;
+int emulator_slow;
 int emulator_captures;
 
 EMULATOR_API void emulator_set_call(PythonCall call) { python_call = call; }

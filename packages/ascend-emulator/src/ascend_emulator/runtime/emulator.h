@@ -81,6 +81,8 @@ aclError emulator_call(int kind, void *stream, void *first, const void *second, 
 
 /* Nonzero while Python holds pending work, deliveries or checks on any stream. */
 extern EMULATOR_API int emulator_active;
+/* Nonzero while an operator has to look at its stream before it runs; read by native/fallback.cpp. */
+extern EMULATOR_API int emulator_slow;
 extern EMULATOR_API int emulator_captures;
 
 int emulator_device(void);
