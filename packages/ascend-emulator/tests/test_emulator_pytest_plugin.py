@@ -36,7 +36,7 @@ def test_devices():
     )
     result = pytester.runpytest_subprocess("-p", "no:randomly")
     result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines(["ascend_emulator: torch 2.*, torch_npu 2.*, 3 emulated devices"])
+    result.stdout.fnmatch_lines(["ascend_emulator: torch 2.*, torch_npu 2.*, 3 emulated devices, * operators"])
 
 
 def test_option_is_known(pytester: pytest.Pytester) -> None:
