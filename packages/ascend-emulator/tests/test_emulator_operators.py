@@ -61,6 +61,13 @@ CASES: dict[str, Case] = {
     "allclose": lambda x: torch.allclose(x, x + 1e-9),
     "empty": lambda x: x[:0].sum(0),
     "linalg.inv": lambda x: torch.linalg.inv(torch.eye(3, device=x.device) * 2),
+    "in-place views": lambda x: [x.clone().transpose_(0, 1), x.clone().unsqueeze_(0), x[:1].clone().squeeze_(0)],
+    "rot90": lambda x: torch.rot90(x),
+    "quantile": lambda x: torch.quantile(x, 0.3),
+    "one_hot": lambda x: torch.nn.functional.one_hot(torch.tensor([0, 3], device=x.device), 5),
+    "slogdet": lambda x: torch.linalg.slogdet(torch.eye(3, device=x.device) * 2),
+    "fill_diagonal_": lambda x: x.clone().fill_diagonal_(3),
+    "sparse": lambda x: x.to_sparse().to_dense(),
     "float8": lambda x: x.to(torch.float8_e4m3fn).float(),
 }
 
@@ -112,6 +119,21 @@ def test_gradients_flow() -> None:
     (weight @ torch.arange(3.0).to("npu")).square().sum().backward()  # type: ignore[no-untyped-call]
     assert weight.grad is not None
     assert weight.grad.cpu().tolist() == [[0, 6, 12]] * 3
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_recurrent_layers(kind: Callable[..., torch.nn.Module]) -> None:
+    """Values and gradients; torch_npu would run LSTM and GRU as device kernels of their own."""
+    torch.manual_seed(3)
+    layer, rows = kind(6, 4, 2), torch.randn(5, 3, 6)
+    on_npu = copy.deepcopy(layer).to("npu")
+    expected, got = layer(rows)[0], on_npu(rows.to("npu"))[0]
+    torch.testing.assert_close(got.cpu(), expected)
+    expected.sum().backward()
+    got.sum().backward()
+    for mine, theirs in zip(on_npu.parameters(), layer.parameters(), strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
 
 
 def test_no_grad_and_inference_mode() -> None:

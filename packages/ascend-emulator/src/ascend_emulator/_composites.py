@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["matmul_backward", "scaled_dot_product_attention"]
+__all__ = ["lstm_cell", "matmul_backward", "scaled_dot_product_attention"]
 
 
 def scaled_dot_product_attention(
@@ -37,3 +37,23 @@ def matmul_backward(
     to_left = torch.matmul(grad, right.mT).sum_to_size(left.shape).reshape(self.shape) if mask[0] else None
     to_right = torch.matmul(left.mT, grad).sum_to_size(right.shape).reshape(other.shape) if mask[1] else None
     return to_left, to_right
+
+
+def lstm_cell(
+    input_gates: torch.Tensor,
+    hidden_gates: torch.Tensor,
+    cell: torch.Tensor,
+    input_bias: torch.Tensor | None = None,
+    hidden_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`_thnn_fused_lstm_cell`, to which torch's LSTM comes on a device: new hidden state, new cell state, workspace.
+
+    Gradients come from the operators inside, so the workspace, which a fused backward would read, is empty.
+    """
+    gates = input_gates + hidden_gates
+    for bias in (input_bias, hidden_bias):
+        if bias is not None:
+            gates = gates + bias
+    enter, forget, new, leave = gates.chunk(4, 1)
+    cell = forget.sigmoid() * cell + enter.sigmoid() * new.tanh()
+    return leave.sigmoid() * cell.tanh(), cell, gates.new_empty(0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ._composites import matmul_backward, scaled_dot_product_attention
+from ._composites import lstm_cell, matmul_backward, scaled_dot_product_attention
 from ._copies import copy_, copy_from, copy_from_and_resize, local_scalar_dense
 from ._factories import FACTORIES
 from ._native import Compiled
@@ -25,7 +25,8 @@ __all__ = ["register", "register_aten"]
 _KEEP = frozenset(
     {
         "view", "as_strided", "set_", "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor",
-        "record_stream", "_pin_memory", "is_pinned", "_reshape_alias", "detach", "alias", "_to_copy",
+        "record_stream", "_pin_memory", "is_pinned", "_reshape_alias", "detach", "alias", "_to_copy", "_to_sparse",
+        "_to_sparse.sparse_dim", "_pack_padded_sequence",
     }
 )  # fmt: skip
 # What has a function of its own.
@@ -34,7 +35,6 @@ _OWN: dict[str, Callable[..., Any]] = {
     "_copy_from": copy_from,
     "_copy_from_and_resize": copy_from_and_resize,
     "_local_scalar_dense": local_scalar_dense,
-    "scaled_dot_product_attention": scaled_dot_product_attention,
     "_fused_sdp_choice": lambda *args, **kwargs: 0,  # the composite one
     **FACTORIES,
 }
@@ -42,6 +42,15 @@ _OWN: dict[str, Callable[..., Any]] = {
 _OWN_COMPILED = (
     "copy_", "_local_scalar_dense", "empty.memory_format", "empty_strided", "empty_like", "zeros", "ones", "full",
 )  # fmt: skip
+# What torch writes with other operators, and torch_npu runs as a device kernel of its own, most of it under autograd.
+_COMPOSITE = (
+    "fill_diagonal_", "gru.input", "lstm.input", "lstm_cell", "one_hot", "slogdet",
+)  # fmt: skip
+# The same, written here; their gradients are those of the operators inside.
+_DIFFERENTIABLE: dict[str, Callable[..., Any]] = {
+    "scaled_dot_product_attention": scaled_dot_product_attention,
+    "_thnn_fused_lstm_cell": lstm_cell,
+}
 _SHAPE_ONLY = ("_get_max_workspace", "_infer_output", "_get_workspace")
 _kernels: dict[str, Callable[..., Any]] = {}
 _libraries: dict[str, torch.library.Library] = {}
@@ -102,7 +111,13 @@ def register_aten(compiled: Compiled | None) -> int:
         _implement(plan.name, npu_kernel(plan, operator))
     for name, kernel in _OWN.items():
         _implement(f"aten::{name}", kernel)
-    _implement("aten::scaled_dot_product_attention", scaled_dot_product_attention, "AutogradPrivateUse1")
+    for name in _COMPOSITE:
+        _implement(f"aten::{name}", _composite(f"aten::{name}"))
+        if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutogradPrivateUse1"):
+            _implement(f"aten::{name}", _composite(f"aten::{name}"), "AutogradPrivateUse1")
+    for name, kernel in _DIFFERENTIABLE.items():
+        for key in ("AutogradPrivateUse1", "PrivateUse1"):
+            _implement(f"aten::{name}", kernel, key)
     register("aten::matmul_backward", matmul_backward)
     if compiled is not None:
         for plan, _ in plans:
@@ -112,11 +127,18 @@ def register_aten(compiled: Compiled | None) -> int:
     return len(plans)
 
 
+def _composite(name: str) -> Callable[..., Any]:
+    """The operator as torch writes it with other operators."""
+    kernel = torch.library.get_kernel(name, "CPU")  # of a composite: the same at every key
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    return lambda *args, **kwargs: kernel.call_boxed(keys, *args, **kwargs)
+
+
 def _general() -> list[tuple[Plan, Any]]:
     """The operators that run the CPU's kernel on the same bytes."""
     plans = []
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
-        if not name.startswith("aten::") or name[6:] in _KEEP or name[6:] in _OWN:
+        if not name.startswith("aten::") or name[6:] in {*_KEEP, *_OWN}:
             continue
         try:
             operator = find_operator(name)
@@ -124,6 +146,8 @@ def _general() -> list[tuple[Plan, Any]]:
             continue
         if any(a.alias_info is not None and not a.alias_info.is_write for a in operator._schema.arguments):
             continue  # a view: torch_npu's own
+        if torch.Tag.inplace_view in operator.tags:
+            continue  # changes the tensor, not its bytes
         if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
             continue  # torch_npu's own; it fails and names the operator
         plans.append((plan_of(name, operator), operator))
