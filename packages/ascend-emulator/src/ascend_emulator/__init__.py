@@ -24,6 +24,7 @@ from .errors import (
     KernelNotFoundError,
     MissingPackageError,
     NotInstalledError,
+    RaceError,
     RuntimeBuildError,
     VersionPairError,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "KernelNotFoundError",
     "MissingPackageError",
     "NotInstalledError",
+    "RaceError",
     "RuntimeBuildError",
     "VersionPairError",
     "install",

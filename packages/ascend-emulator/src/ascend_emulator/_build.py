@@ -26,7 +26,17 @@ _FALLBACK_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden
 
 # Shared library (its SONAME is what torch_npu asks for) -> source files. The order is the order of loading.
 LIBRARIES: dict[str, tuple[str, ...]] = {
-    "libascendcl.so": ("device.c", "memory.c", "stream.c", "graph.c", "copy.c", "launch.c", "support.c"),
+    "libascendcl.so": (
+        "device.c",
+        "memory.c",
+        "stream.c",
+        "order.c",
+        "shadow.c",
+        "graph.c",
+        "copy.c",
+        "launch.c",
+        "support.c",
+    ),
     "libacl_op_compiler.so": ("compiler.c",),
     "libhccl.so": ("empty.c",),
     "libge_runner.so": ("empty.c",),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-from ._graphs import FlagWait, FlagWrite, Node, graphs, write_flag
-from ._queue import Blocked, EventWait, Item, StreamQueue, Work, scheduler
+from . import order
+from ._graphs import FlagWait, FlagWrite, HostFunction, Node, graphs, write_flag
+from ._queue import Blocked, EventWait, StreamQueue, scheduler
 from ._runtime import Call, runtime
 
 __all__ = ["connect"]
@@ -14,50 +15,54 @@ __all__ = ["connect"]
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-class _FlagItem:
-    """A flag wait that was issued outside a capture."""
+class _NodeItem:
+    """What would be a node in a capture, issued outside one."""
 
     __slots__ = ("node", "ticket")
 
-    def __init__(self, node: FlagWait) -> None:
+    def __init__(self, node: Node) -> None:
         self.node = node
         self.ticket = 0
 
     def run(self, queue: StreamQueue) -> Blocked | None:
-        """Go on when the flag is set."""
-        blocked = self.node.step()
+        """Run it, or go on when its flag is set."""
+        if self.node.accesses is not None and order.on:
+            order.touch(queue.address, order.words_of(self.node.accesses, (), {}))
+        blocked = self.node.step(queue)
         return blocked and Blocked(f"stream {queue.state.index} {blocked.text}")
 
     def drop(self) -> None:
         """Nothing to undo."""
 
     def describe(self) -> str:
-        """The name of the wait."""
+        """The name of the work."""
         return self.node.name
 
 
-def _issue(stream: int, node: Node, item: Item | None = None) -> None:
+def _issue(stream: int, node: Node) -> None:
     """Capture the node, or queue it and run what can run."""
     queue = scheduler.queue(stream)
     model = queue.state.model
     if model:
-        graphs.get(model).add(node)
+        graphs.get(model).add(node, queue)
         return
     with scheduler.lock:
-        scheduler.submit(queue, item or Work(node.name, node.call))
+        scheduler.submit(queue, _NodeItem(node))
         scheduler.progress(queue)
 
 
-def _wait_event(stream: int, other: int, _second: int, ticket: int, _size: int) -> None:
+def _wait_event(stream: int, other: int, point: int, ticket: int, _size: int) -> None:
     with scheduler.lock:
-        scheduler.submit(scheduler.queue(stream), EventWait(scheduler.queue(other), ticket))
+        scheduler.submit(scheduler.queue(stream), EventWait(scheduler.queue(other), ticket, point))
 
 
 def _value_wait(stream: int, address: int, _second: int, value: int, mode: int) -> None:
     node = FlagWait(address, value, mode)
     queue = scheduler.queue(stream)
     if queue.state.model or queue.items or not node.ready():
-        _issue(stream, node, _FlagItem(node))
+        _issue(stream, node)
+    else:
+        runtime.read_flag(stream, address)
 
 
 def _value_write(stream: int, address: int, _second: int, value: int, _mode: int) -> None:
@@ -66,20 +71,29 @@ def _value_write(stream: int, address: int, _second: int, value: int, _mode: int
         _issue(stream, FlagWrite(address, value))
     else:
         with scheduler.lock:
+            runtime.write_flag(stream, address)
             write_flag(address, value)
 
 
 def _memcpy(stream: int, target: int, source: int, _value: int, size: int) -> None:
-    _issue(stream, Node("aclrtMemcpyAsync", lambda: ctypes.memmove(target, source, size)))
+    name = "aclrtMemcpyAsync"
+    accesses = order.bytes_accesses(name, {"source": source}, {"target": target}, size)
+    _issue(stream, Node(name, lambda: ctypes.memmove(target, source, size), accesses))
 
 
 def _memset(stream: int, target: int, _second: int, value: int, size: int) -> None:
-    _issue(stream, Node("aclrtMemsetAsync", lambda: ctypes.memset(target, value & 0xFF, size)))
+    name = "aclrtMemsetAsync"
+    accesses = order.bytes_accesses(name, {}, {"target": target}, size)
+    _issue(stream, Node(name, lambda: ctypes.memset(target, value & 0xFF, size), accesses))
 
 
 def _host_function(stream: int, function: int, argument: int, _value: int, _size: int) -> None:
     call: Callable[[int], None] = _HOST_FUNCTION(function)
-    _issue(stream, Node("host function", lambda: call(argument)))
+    _issue(stream, HostFunction(lambda: call(argument)))
+
+
+def _race(_stream: int, _first: int, _second: int, _value: int, _size: int) -> None:
+    raise order.race_error()
 
 
 def _group_end(_stream: int, out: int, _second: int, _value: int, _size: int) -> None:
@@ -102,7 +116,9 @@ def connect() -> None:
     runtime.on(Call.SYNCHRONIZE_EVENT, lambda stream, first, second, value, size: scheduler.wait_event(first))
     runtime.on(Call.SYNCHRONIZE_DEVICE, lambda stream, first, second, value, size: scheduler.wait_device(value))
     runtime.on(Call.CAPTURE_BEGIN, lambda stream, first, second, value, size: graphs.begin(value))
-    runtime.on(Call.CAPTURE_END, lambda stream, first, second, value, size: graphs.end())
+    runtime.on(Call.CAPTURE_END, lambda stream, first, second, value, size: graphs.end(value, failed=bool(size)))
+    runtime.on(Call.CAPTURE_FAILED, lambda stream, first, second, value, size: graphs.fail(value, second))
+    runtime.on(Call.RACE, _race)
     runtime.on(Call.DESTROY, lambda stream, first, second, value, size: graphs.destroy(value))
     runtime.on(
         Call.GROUP_BEGIN,

@@ -3,12 +3,13 @@
 A blocking copy, and any copy from or to pageable memory, waits for the stream. A non-blocking copy between pinned
 memory and the device takes effect at the latest legal moment: a host destination is poisoned when the copy is issued
 and gets its bytes at the next wait of the host that covers the copy (in a capture: poisoned at once, and again at each
-replay); a host source is read when the stream needs it,
-and must not change before that wait.
+replay), and nobody may write it before; a host source is read when the stream needs it, a device destination is poisoned
+until then, and the source must not change before that wait. Both ends are told to `order/`, pinned memory as well.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,8 @@ from ._alias import alias
 from ._graphs import Graph, HostCopy, OperatorNode
 from ._operators import capturing_graph, current_queue
 from ._queue import StreamQueue, Work, scheduler
-from .errors import CaptureError, HostRaceError
+from ._runtime import PINNED, runtime
+from .errors import HostRaceError
 
 __all__ = ["copy_", "copy_from", "copy_from_and_resize", "local_scalar_dense"]
 
@@ -40,12 +42,22 @@ def _poison(tensor: torch.Tensor) -> None:
     tensor.copy_(pattern)
 
 
+def _poisoned(tensor: torch.Tensor) -> bool:
+    return bool(poison.is_poisoned(tensor).all())
+
+
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.detach().view(-1)
 
 
 def _same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
     return torch.equal(_bytes_of(first), _bytes_of(second))
+
+
+def _accesses(self: torch.Tensor, src: torch.Tensor) -> array[int]:
+    """What a copy touches: device and pinned memory."""
+    there = [not x.is_cpu or (x.numel() and runtime.locate(x.data_ptr())[0] == PINNED) for x in (self, src)]
+    return order.plain_accesses("aten::copy_", {"src": src} if there[1] else {}, {"self": self} if there[0] else {})
 
 
 def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -55,10 +67,26 @@ def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
     source = alias(src) if from_device else src
     if scheduler.slow or non_blocking:
         return _ordered_copy(self, src, target, source, non_blocking)
-    if not (to_device and from_device):  # a wait of the host, even on an idle stream: it fences and delivers
-        scheduler.wait_stream(current_queue((self if to_device else src).device.index))
-    target.copy_(source)
+    if not (to_device and from_device):
+        _blocking_copy(self, src, current_queue((self if to_device else src).device.index), target, source)
+    elif self.device != src.device:
+        _device_copy(self, src, current_queue(self.device.index), target, source)
+    else:
+        if order.on:
+            order.touch(current_queue(self.device.index).address, _accesses(self, src))
+        target.copy_(source)
     return self
+
+
+def _blocking_copy(
+    self: torch.Tensor, src: torch.Tensor, queue: StreamQueue, target: torch.Tensor, source: torch.Tensor
+) -> None:
+    """A wait of the host, even on an idle stream: it fences and delivers."""
+    scheduler.wait(queue, queue.state.enqueued)
+    if order.on:
+        order.touch(queue.address, _accesses(self, src))
+    scheduler.wait_stream(queue)
+    target.copy_(source)
 
 
 def _ordered_copy(
@@ -67,43 +95,56 @@ def _ordered_copy(
     device = self if not self.is_cpu else src
     queue = current_queue(device.device.index)
     graph = capturing_graph(queue)
-    if order.observer is not None:
-        order.observer("aten::copy_", queue.address, ((self, src), {}))
     host = self if self.is_cpu else src if src.is_cpu else None
     late = host is not None and non_blocking and host.is_pinned()
     if graph is not None:
         if host is None:
             source.expand(target.shape)  # raises now when it cannot be broadcast
-            graph.add(OperatorNode("copy_", lambda args, _: args[0].copy_(args[1]), (target, source), {}))
+            call = lambda args, _: args[0].copy_(args[1])  # noqa: E731
+            graph.add(OperatorNode("copy_", call, (target, source), {}, _accesses(self, src)), queue)
         elif not late:
-            raise CaptureError("a blocking copy between host and device", "waits for the stream")
+            raise graph.refuse("a blocking copy between host and device", "waits for the stream")
         elif host is self:
-            _capture_to_host(graph, target, source)
+            _capture_to_host(graph, queue, target, source, _accesses(self, src))
         else:
-            _capture_to_device(graph, target, source)
+            _capture_to_device(graph, queue, target, source, _accesses(self, src))
     elif host is None:
         _device_copy(self, src, queue, target, source)
     elif not late:
-        scheduler.wait_stream(queue)
-        target.copy_(source)
+        _blocking_copy(self, src, queue, target, source)
     elif host is self:
-        _to_host(queue, target, source)
+        _to_host(queue, target, source, _accesses(self, src))
     else:
-        _to_device(queue, target, source)
+        _to_device(queue, target, source, _accesses(self, src))
     return self
 
 
 def _device_copy(
     self: torch.Tensor, src: torch.Tensor, queue: StreamQueue, target: torch.Tensor, source: torch.Tensor
 ) -> None:
-    if self.device != src.device:
-        other = current_queue(src.device.index)
-        if other.items:  # torch_npu orders both devices' streams around the copy
-            scheduler.wait(other, other.state.enqueued)
+    other = current_queue(src.device.index)
+    if other is not queue:  # torch_npu orders both devices' streams around the copy
+        scheduler.wait(other, other.state.enqueued)
+        runtime.join_stream(queue.address, other.address)
+    accesses = _accesses(self, src)
     if not queue.items or scheduler.progress(queue) is None:
+        if order.on:
+            order.touch(queue.address, accesses)
         target.copy_(source)
+        if other is not queue:
+            runtime.join_stream(other.address, queue.address)
     else:
-        scheduler.submit(queue, Work("copy_", lambda: target.copy_(source)))
+        scheduler.submit(queue, Work("copy_", lambda: target.copy_(source), lambda: accesses))
+
+
+def _reached(queue: StreamQueue, work: Work, accesses: array[int]) -> bool:
+    """Whether nothing is pending before the work; then its accesses are told now, else when the stream reaches it."""
+    ready = not queue.items or scheduler.progress(queue) is None
+    if not ready:
+        work.accesses = lambda: accesses
+    elif order.on:
+        order.touch(queue.address, accesses)
+    return ready
 
 
 # --- device to pinned host ---
@@ -119,31 +160,39 @@ def _staged(target: torch.Tensor, source: torch.Tensor, staging: list[torch.Tens
 
 
 def _delivery(target: torch.Tensor, staging: list[torch.Tensor]) -> Callable[[], None]:
+    name = _describe("device to host", target)
+
     def deliver() -> None:
-        if staging:  # empty when the work was dropped
-            target.copy_(staging.pop(0))
+        if not staging:  # the work was dropped
+            return
+        if not _poisoned(target):
+            raise HostRaceError("destination", name)
+        target.copy_(staging.pop(0))
 
     return deliver
 
 
-def _to_host(queue: StreamQueue, target: torch.Tensor, source: torch.Tensor) -> None:
+def _to_host(queue: StreamQueue, target: torch.Tensor, source: torch.Tensor, accesses: array[int]) -> None:
     staging: list[torch.Tensor] = []
     work = Work("device to host copy", _staged(target, source, staging))
     with scheduler.lock:  # another thread may wait for the device meanwhile
+        _reached(queue, work, accesses)
         scheduler.submit(queue, work)
         scheduler.progress(queue)
         _poison(target)
         scheduler.deliver_later(queue, work.ticket, _delivery(target, staging))
 
 
-def _capture_to_host(graph: Graph, target: torch.Tensor, source: torch.Tensor) -> None:
+def _capture_to_host(
+    graph: Graph, queue: StreamQueue, target: torch.Tensor, source: torch.Tensor, accesses: array[int]
+) -> None:
     staging: list[torch.Tensor] = []
 
     def issue(queue: StreamQueue, ticket: int) -> None:
         _poison(target)
         scheduler.deliver_later(queue, ticket, _delivery(target, staging))
 
-    graph.add(HostCopy("device to host copy", _staged(target, source, staging), issue))
+    graph.add(HostCopy("device to host copy", _staged(target, source, staging), issue, accesses), queue)
     _poison(target)  # a capture computes nothing: what a reader finds here before the first replay is no result
 
 
@@ -155,16 +204,16 @@ def _unchanged(source: torch.Tensor, name: str) -> Callable[[], None]:
 
     def check() -> None:
         if not _same_bytes(source, taken):
-            raise HostRaceError(name)
+            raise HostRaceError("source", name)
 
     return check
 
 
-def _to_device(queue: StreamQueue, target: torch.Tensor, source: torch.Tensor) -> None:
+def _to_device(queue: StreamQueue, target: torch.Tensor, source: torch.Tensor, accesses: array[int]) -> None:
     check = _unchanged(source, _describe("host to device", source))
     work = Work("host to device copy", lambda: target.copy_(source))
     with scheduler.lock:
-        if not queue.items or scheduler.progress(queue) is None:
+        if _reached(queue, work, accesses):
             _poison(target)
         else:
             scheduler.submit(queue, Work("poison", lambda: _poison(target)))
@@ -172,11 +221,13 @@ def _to_device(queue: StreamQueue, target: torch.Tensor, source: torch.Tensor) -
         scheduler.check_later(queue, work.ticket, check)
 
 
-def _capture_to_device(graph: Graph, target: torch.Tensor, source: torch.Tensor) -> None:
+def _capture_to_device(
+    graph: Graph, queue: StreamQueue, target: torch.Tensor, source: torch.Tensor, accesses: array[int]
+) -> None:
     def issue(queue: StreamQueue, ticket: int) -> None:
         scheduler.check_later(queue, ticket, _unchanged(source, _describe("host to device", source)))
 
-    graph.add(HostCopy("host to device copy", lambda: target.copy_(source), issue))
+    graph.add(HostCopy("host to device copy", lambda: target.copy_(source), issue, accesses), queue)
 
 
 # --- the other entry points ---
@@ -197,7 +248,11 @@ def copy_from_and_resize(self: torch.Tensor, dst: torch.Tensor) -> torch.Tensor:
 def local_scalar_dense(self: torch.Tensor) -> Any:
     """`aten::_local_scalar_dense`, what `.item()` calls: waits for the stream."""
     queue = current_queue(self.device.index)
-    if capturing_graph(queue) is not None:
-        raise CaptureError(".item()", "needs its data on the host")
+    graph = capturing_graph(queue)
+    if graph is not None:
+        raise graph.refuse(".item()", "needs its data on the host")
+    scheduler.wait(queue, queue.state.enqueued)
+    if order.on:
+        order.touch(queue.address, order.plain_accesses("aten::_local_scalar_dense", {"self": self}, {}))
     scheduler.wait_stream(queue)
     return alias(self).item()

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch_npu
 
-from . import poison
+from . import order, poison
 from ._alias import alias
 from ._graphs import OperatorNode
 from ._operators import allocate, capturing_graph, current_queue
 from ._queue import Work, scheduler
+from ._runtime import runtime
 
 __all__ = ["FACTORIES"]
 
@@ -31,6 +32,8 @@ def _poisoned(short: str) -> Callable[..., torch.Tensor]:
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
         if nbytes:
+            if order.on:
+                runtime.order_allocated(storage.data_ptr(), nbytes)
             _poison_later(tensor.device.index, storage.data_ptr(), nbytes, tensor.dtype)
         return tensor
 
@@ -58,6 +61,8 @@ def _resize_(
     _resize(_KEYS, self, size, memory_format=memory_format)
     storage = self.untyped_storage()
     if storage.nbytes() > before:
+        if order.on:
+            runtime.order_allocated(storage.data_ptr(), storage.nbytes())
         _poison_later(self.device.index, storage.data_ptr() + before, storage.nbytes() - before, self.dtype)
     return self
 
@@ -110,16 +115,21 @@ def _filled(size: Sequence[int], value: Any, dtype: torch.dtype, device: torch.d
         device = torch.device("npu", torch_npu.npu.current_device())
     tensor = allocate(size, _strides(size), dtype, device)
     target = alias(tensor)
+    accesses = order.plain_accesses("aten::fill_", {}, {"self": tensor})
     if scheduler.slow:
         queue = current_queue(device.index)
         graph = capturing_graph(queue)
         if graph is not None:
             poison.fill(target.data_ptr(), target.untyped_storage().nbytes(), dtype)
-            graph.add(OperatorNode("fill_", lambda args, _: args[0].fill_(args[1]), (target, value), {}))
+            graph.add(
+                OperatorNode("fill_", lambda args, _: args[0].fill_(args[1]), (target, value), {}, accesses), queue
+            )
             return tensor
         if queue.items and scheduler.progress(queue) is not None:
-            scheduler.submit(queue, Work("fill_", lambda: target.fill_(value)))
+            scheduler.submit(queue, Work("fill_", lambda: target.fill_(value), lambda: accesses))
             return tensor
+    if order.on:
+        order.touch(current_queue(device.index).address, accesses)
     target.fill_(value)
     return tensor
 

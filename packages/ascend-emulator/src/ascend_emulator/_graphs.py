@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from array import array
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +19,10 @@ from . import order
 from ._queue import Blocked, StreamQueue, scheduler
 from ._random import next_seed
 from ._runtime import runtime
-from .errors import CaptureError, DoubleUpdateError, EmulatorError, FenceError
+from .errors import CaptureError, DoubleUpdateError, EmulatorError, FenceError, RaceError
+from .order import Accesses
 
-__all__ = ["FlagWait", "FlagWrite", "Graph", "HostCopy", "Node", "Record", "Replay", "graphs"]
+__all__ = ["FlagWait", "FlagWrite", "Graph", "HostCopy", "HostFunction", "Node", "Record", "Replay", "graphs"]
 
 _TESTS: tuple[Callable[[int, int], bool], ...] = (
     lambda word, value: word >= value,
@@ -31,17 +33,18 @@ _TESTS: tuple[Callable[[int, int], bool], ...] = (
 
 
 class Node:
-    """A captured call: on a replay it runs again with the same arguments."""
+    """A captured call: on a replay it runs again with the same arguments, and touches the same memory."""
 
-    __slots__ = ("call", "name", "record")
+    __slots__ = ("accesses", "call", "name", "record")
 
-    def __init__(self, name: str, call: Callable[[], Any]) -> None:
+    def __init__(self, name: str, call: Callable[[], Any], accesses: Accesses | None = None) -> None:
         self.name = name
         self.call = call
+        self.accesses = accesses
         self.record: Record | None = None
 
-    def step(self) -> Blocked | None:
-        """Run the node, or say why it has to wait."""
+    def step(self, queue: StreamQueue) -> Blocked | None:
+        """Run the node on the replay's stream, or say why it has to wait."""
         self.call()
         return None
 
@@ -59,18 +62,43 @@ class FlagWait(Node):
         """Whether the word has the value now."""
         return _TESTS[self.mode](ctypes.c_uint64.from_address(self.address).value, self.value)
 
-    def step(self) -> Blocked | None:
-        """Go on when the flag is set."""
-        return None if self.ready() else Blocked("waits for an external event that nobody records")
+    def step(self, queue: StreamQueue) -> Blocked | None:
+        """Go on when the flag is set, after all that its writer did and knew."""
+        if not self.ready():
+            return Blocked("waits for an external event that nobody records")
+        runtime.read_flag(queue.address, self.address)
+        return None
 
 
 class FlagWrite(Node):
     """Writes a word of device memory (reset or record of an external event)."""
 
-    __slots__ = ()
+    __slots__ = ("address",)
 
     def __init__(self, address: int, value: int) -> None:
         super().__init__("external event write", lambda: write_flag(address, value))
+        self.address = address
+
+    def step(self, queue: StreamQueue) -> Blocked | None:
+        """Publish what the stream did, and write."""
+        runtime.write_flag(queue.address, self.address)
+        self.call()
+        return None
+
+
+class HostFunction(Node):
+    """A function of the host in a stream; when it has run, any thread of the host may know that."""
+
+    __slots__ = ()
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__("host function", call)
+
+    def step(self, queue: StreamQueue) -> Blocked | None:
+        """The host has waited for what is before it; call it."""
+        runtime.host_sees_stream(queue.address)
+        self.call()
+        return None
 
 
 class HostCopy(Node):
@@ -78,8 +106,10 @@ class HostCopy(Node):
 
     __slots__ = ("issue",)
 
-    def __init__(self, name: str, call: Callable[[], Any], issue: Callable[[StreamQueue, int], None]) -> None:
-        super().__init__(name, call)
+    def __init__(
+        self, name: str, call: Callable[[], Any], issue: Callable[[StreamQueue, int], None], accesses: Accesses
+    ) -> None:
+        super().__init__(name, call, accesses)
         self.issue = issue
 
 
@@ -157,8 +187,10 @@ class OperatorNode(Node):
 
     __slots__ = ("args", "kwargs", "run")
 
-    def __init__(self, name: str, run: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> None:
-        super().__init__(name, self._again)
+    def __init__(
+        self, name: str, run: Callable[[Any, Any], Any], args: Any, kwargs: Any, accesses: Accesses | None = None
+    ) -> None:
+        super().__init__(name, self._again, accesses)
         self.run = run
         self.args, self.kwargs = args, kwargs
 
@@ -175,6 +207,8 @@ class Graph:
         self.records: list[Record] = []
         self.host_copies: list[HostCopy] = []
         self.last_flag: FlagWait | None = None
+        self.failure: str | None = None  # why the capture failed
+        self._merged: dict[int, array[int]] = {}  # accesses of the nodes from one on, up to the next wait
         self._generators: dict[int, tuple[Any, torch.Generator]] = {}  # by id of the npu generator, which is kept
 
     def generator(self, source: Any) -> torch.Generator:
@@ -185,8 +219,19 @@ class Graph:
         """Seeds of a new replay for the graph's generators."""
         return [(generator, next_seed(source)) for source, generator in self._generators.values()]
 
-    def add(self, node: Node) -> None:
-        """Append a captured node; the last operator inside a task group becomes what an update rewrites."""
+    def add(self, node: Node, queue: StreamQueue) -> None:
+        """Append a node of a captured stream; the last operator in a task group becomes what an update rewrites.
+
+        Raises:
+            RaceError: another stream of the capture touches the same bytes.
+        """
+        if order.on and isinstance(node.accesses, array):
+            try:
+                order.touch(queue.address, node.accesses)
+            except RaceError as error:
+                self.failure = self.failure or str(error)
+                raise
+        runtime.order_node(queue.address)
         self.nodes.append(node)
         if isinstance(node, FlagWait):
             self.last_flag = node
@@ -194,6 +239,30 @@ class Graph:
             self.host_copies.append(node)
         elif isinstance(node, OperatorNode) and local.group is not None and local.group.graph is self:
             local.group.node = node
+
+    def accesses_from(self, start: int) -> array[int]:
+        """What the nodes from one on touch, up to the next wait; without those whose index tensors decide."""
+        words = self._merged.get(start)
+        if words is None:
+            parts = []
+            for i in range(start, len(self.nodes)):
+                node = self.nodes[i]
+                if isinstance(node, FlagWait) and i > start:
+                    break
+                if isinstance(node.accesses, array):
+                    parts.append((self.label(i), node.accesses))
+            words = self._merged[start] = order.merged(parts)
+        return words
+
+    def label(self, index: int) -> str:
+        """What a node is called in errors."""
+        return f"{self.nodes[index].name} (node {index} of graph {self.number})"
+
+    def refuse(self, what: str, reason: str) -> CaptureError:
+        """The error of something that a capture cannot hold; the graph is never replayed."""
+        error = CaptureError(what, reason)
+        self.failure = self.failure or str(error)
+        return error
 
 
 class Replay:
@@ -215,11 +284,24 @@ class Replay:
             generator, seed = self.seeds.pop()
             generator.manual_seed(seed)
         while self.cursor < len(nodes):
-            blocked = nodes[self.cursor].step()
+            node = nodes[self.cursor]
+            blocked = node.step(queue) if isinstance(node, FlagWait) else None
             if blocked is not None:
                 return self._explain(blocked)
+            if order.on:
+                self._touch(queue, node)
+            if not isinstance(node, FlagWait):
+                node.step(queue)
             self.cursor += 1
         return None
+
+    def _touch(self, queue: StreamQueue, node: Node) -> None:
+        """Tell of accesses: at the first node and behind each wait of all up to the next one, and of refined ones."""
+        if self.cursor == 0 or isinstance(node, FlagWait):
+            order.touch(queue.address, self.graph.accesses_from(self.cursor))
+        if isinstance(node, OperatorNode) and isinstance(node.accesses, order.Refined):
+            words = order.words_of(node.accesses, node.args, node.kwargs)
+            order.touch(queue.address, order.renamed(words, self.graph.label(self.cursor)))
 
     def _explain(self, blocked: Blocked) -> Blocked:
         record = self.graph.nodes[self.cursor].record
@@ -270,10 +352,16 @@ class Graphs:
         self._graphs[number] = Graph(number)
         scheduler.count(captures=1)
 
-    def end(self) -> None:
-        """A capture ends, whether it failed or not."""
+    def end(self, number: int, *, failed: bool) -> None:
+        """A capture ends; when it failed, its graph is forgotten."""
         local.group = None
+        if failed:
+            self.destroy(number)
         scheduler.count(captures=-1)
+
+    def fail(self, number: int, what: int) -> None:
+        """A capture failed in C, at what the text at this address names."""
+        self._graphs[number].refuse(ctypes.string_at(what).decode(), "needs the device to stand still")
 
     def get(self, number: int) -> Graph:
         """A graph by its number."""
@@ -326,9 +414,9 @@ class Graphs:
     def replay(self, number: int, stream: int) -> None:
         """Queue a replay; nothing runs."""
         graph = self._graphs[number]
+        if graph.failure is not None:
+            raise EmulatorError(f"replay of graph {number}, whose capture failed: {graph.failure}")
         queue = scheduler.queue(stream)
-        if order.observer is not None:
-            order.observer("replay", stream, ((number,), {}))
         with scheduler.lock:
             replay = Replay(graph, queue)
             scheduler.submit(queue, replay)

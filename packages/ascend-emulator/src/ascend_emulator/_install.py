@@ -56,12 +56,17 @@ def is_compiled() -> bool:
 
 
 def install(
-    *, devices: int = 2, memory_bytes: int = 16 << 30, wait_seconds: float = 10.0, compiled: bool | None = None
+    *,
+    devices: int = 2,
+    memory_bytes: int = 16 << 30,
+    wait_seconds: float = 10.0,
+    compiled: bool | None = None,
+    check_order: bool | None = None,
 ) -> None:
     """Load the real torch_npu with emulated devices `npu:0` … `npu:devices-1`.
 
     Call it before the first import of torch_npu. torch may be imported already, if its autoload was off. Calling it
-    again does nothing but change `wait_seconds`.
+    again does nothing but change `wait_seconds` and `check_order`.
 
     Args:
         devices: number of devices, 1 to 16.
@@ -71,6 +76,8 @@ def install(
             through Python kernels with the same results (about 50 µs). None: as the environment variable
             ASCEND_EMULATOR_COMPILED says (1 or 0), else compiled where a C++ compiler is found. An installed emulator
             keeps what it has.
+        check_order: whether two streams that touch the same bytes without an event between them are a `RaceError`.
+            None: yes at the first call, no change later; `order.enable()` and `order.unchecked()` switch it, too.
 
     Raises:
         AlreadyLoadedError: torch_npu was imported before.
@@ -91,6 +98,8 @@ def install(
     with _lock:
         if _settings:
             _again(devices=devices, memory_bytes=memory_bytes, wait_seconds=wait_seconds)
+            if check_order is not None:
+                importlib.import_module(".order", __package__).enable(check_order)
             return
         if "torch_npu" in sys.modules:
             raise AlreadyLoadedError
@@ -102,6 +111,7 @@ def install(
         in_front = _compiled_kernels(compiled_from_environment() if compiled is None else compiled)
         _register(wait_seconds, in_front)
         _first_allocation()
+        importlib.import_module(".order", __package__).enable(check_order is not False)
         _settings.update(devices=devices, memory_bytes=memory_bytes, compiled=in_front is not None)
         for name, kernel in list(_pending_kernels.items()):
             register_kernel(name, kernel)

@@ -18,9 +18,9 @@ from ._graphs import Graph, OperatorNode, Record, graphs, local
 from ._lowering import Lowered, bring_home, call_resizing, lower, new_tensors, resize_out, results, snapshots
 from ._queue import StreamQueue, Work, scheduler
 from ._random import seeded, source_of, with_default_generator
+from ._runtime import runtime
 from ._schema import Plan
 from ._shapes import infer
-from .errors import CaptureError
 
 __all__ = ["allocate", "capturing_graph", "current_queue", "npu_kernel"]
 
@@ -36,6 +36,9 @@ def allocate(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) 
     tensor: torch.Tensor = _empty_strided.call_boxed(
         _KEYS, shape, stride, dtype=dtype, layout=torch.strided, device=device, pin_memory=None
     )
+    if order.on:
+        storage = tensor.untyped_storage()
+        runtime.order_allocated(storage.data_ptr(), storage.nbytes())
     return tensor
 
 
@@ -89,6 +92,11 @@ def npu_kernel(
         if device is None:
             device = npu_device(lowered)
         fn = cpu
+        checking = order.on and not shape_only
+        stream = _raw_stream(device.index or 0) if checking else 0
+        if checking:
+            accesses = order.accesses_of(plan, args, kwargs)
+            order.touch(stream, order.words_of(accesses, lowered.args, lowered.kwargs))
         if not simple:
             if needs_data(args):
                 scheduler.wait_stream(current_queue(device.index or 0))
@@ -101,6 +109,8 @@ def npu_kernel(
 
         def lift(x: torch.Tensor) -> torch.Tensor:
             tensor = allocate(x.shape, x.stride(), x.dtype, device)
+            if checking:
+                order.touch(stream, order.results_of(plan, [tensor]))
             if x.numel():
                 alias(tensor).copy_(x)
             return tensor
@@ -140,15 +150,13 @@ def npu_kernel(
         device = npu_device(lowered)
         queue = current_queue(device.index)
         graph = capturing_graph(queue)
-        if order.observer is not None:
-            order.observer(plan.name, queue.address, (args, kwargs))
         if graph is None:
             if not queue.items or scheduler.progress(queue) is None:
                 return compute(args, kwargs, lowered)
             if needs_data(args):  # compute() waits
                 return compute(args, kwargs, lowered)
         elif needs_data(args):
-            raise CaptureError(plan.name, "needs its data on the host")
+            raise graph.refuse(plan.name, "needs its data on the host")
         return later(args, kwargs, lowered, device, queue, graph)
 
     def later(
@@ -172,6 +180,7 @@ def npu_kernel(
         if check is not None:
             check(lowered.args, lowered.kwargs)
         new_results = None in plan.returns
+        made: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         returned: Any
         if new_results or plan.resizes or plan.name.startswith("aten::"):
@@ -186,6 +195,7 @@ def npu_kernel(
                 if graph is not None:
                     storage = tensor.untyped_storage()
                     poison.fill(storage.data_ptr(), storage.nbytes(), tensor.dtype)
+                made.append(tensor)
                 targets.append(target)
                 return tensor
 
@@ -206,10 +216,18 @@ def npu_kernel(
                 target.copy_(source)
 
         frozen_args, frozen_kwargs = snapshots(args, kwargs, lowered)
+        accesses = order.with_results(order.accesses_of(plan, args, kwargs), order.results_of(plan, made))
         if graph is None:
-            scheduler.submit(queue, Work(plan.short, lambda: execute(frozen_args, frozen_kwargs)))
+            scheduler.submit(
+                queue,
+                Work(
+                    plan.short,
+                    lambda: execute(frozen_args, frozen_kwargs),
+                    lambda: order.words_of(accesses, frozen_args, frozen_kwargs),
+                ),
+            )
         else:
-            graph.add(OperatorNode(plan.short, execute, frozen_args, frozen_kwargs))
+            graph.add(OperatorNode(plan.short, execute, frozen_args, frozen_kwargs, accesses), queue)
             if local.group is not None and local.group.graph is graph:
                 local.group.outputs = returned  # an update returns them
         return returned

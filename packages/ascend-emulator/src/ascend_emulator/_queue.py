@@ -3,14 +3,15 @@
 Execution is cooperative: nothing runs in the background. An operator on an idle stream runs at once, in issue order.
 Work that cannot run yet (it, or something before it, waits for a flag) stays in the stream's queue until somebody
 drains it: the next operator of the stream without blocking, a wait of the host with blocking. So a run is
-deterministic, whatever the threads' timing. Order between streams exists only through events; `order.py` is told of
-every access.
+deterministic, whatever the threads' timing. Order between streams exists only through events; `order/` is told of
+every access when the stream reaches it.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from typing import Any, Protocol
 
 import torch
 
+from . import order
 from ._runtime import StreamState, runtime
-from .errors import DeadlockError, DeferredExecutionError, EmulatorError
+from .errors import DeadlockError, DeferredExecutionError, EmulatorError, RaceError
 
 __all__ = ["Blocked", "Item", "Scheduler", "StreamQueue", "Work", "scheduler"]
 
@@ -50,17 +52,23 @@ class Item(Protocol):
 
 
 class Work:
-    """An item that calls a function once."""
+    """An item that calls a function once.
 
-    __slots__ = ("call", "name", "ticket")
+    `accesses` gives what the function touches (`order/`); None: nothing that others could touch, or told already.
+    """
 
-    def __init__(self, name: str, call: Callable[[], Any]) -> None:
+    __slots__ = ("accesses", "call", "name", "ticket")
+
+    def __init__(self, name: str, call: Callable[[], Any], accesses: Callable[[], array[int]] | None = None) -> None:
         self.name = name
         self.call = call
+        self.accesses = accesses
         self.ticket = 0
 
     def run(self, queue: StreamQueue) -> Blocked | None:
         """Call the function."""
+        if self.accesses is not None and order.on:
+            order.touch(queue.address, self.accesses())
         self.call()
         return None
 
@@ -102,7 +110,6 @@ class Scheduler:
         self.slow = False
         self.captures = 0
         self.updates = 0
-        self.observers = 0
         self._queues: dict[int, StreamQueue] = {}
         self._busy: set[StreamQueue] = set()
         self._unsettled: set[StreamQueue] = set()
@@ -118,14 +125,13 @@ class Scheduler:
 
     def refresh(self) -> None:
         """Recompute the two flags after queues, captures or updates changed."""
-        self.slow = bool(self._busy or self.captures or self.updates or self.observers)
+        self.slow = bool(self._busy or self.captures or self.updates)
         runtime.set_slow(self.slow)
         runtime.set_active(bool(self._busy or self._unsettled))
 
-    def count(self, *, captures: int = 0, updates: int = 0, observers: int = 0) -> None:
-        """Add to the number of open captures, of updates, and of observers of accesses."""
+    def count(self, *, captures: int = 0, updates: int = 0) -> None:
+        """Add to the number of open captures and of updates."""
         with self.lock:
-            self.observers += observers
             self.captures += captures
             self.updates += updates
             self.refresh()
@@ -135,8 +141,7 @@ class Scheduler:
     def submit(self, queue: StreamQueue, item: Item) -> None:
         """Append work to a stream without running it."""
         with self.lock:
-            queue.state.enqueued += 1
-            item.ticket = queue.state.enqueued
+            item.ticket = runtime.enqueue(queue.address)
             queue.items.append(item)
             self._busy.add(queue)
             self.refresh()
@@ -197,8 +202,12 @@ class Scheduler:
             self.refresh()
 
     def _fail(self, queue: StreamQueue, item: Item, error: Exception) -> None:
-        failure = DeferredExecutionError(item.describe(), error)
-        failure.__cause__ = error
+        failure: EmulatorError
+        if isinstance(error, RaceError):
+            failure = error
+        else:
+            failure = DeferredExecutionError(item.describe(), error)
+            failure.__cause__ = error
         item.drop()
         queue.failures.append((item.ticket, failure))
         self._unsettled.add(queue)
@@ -250,7 +259,8 @@ class Scheduler:
         """After a wait: deliver and check all that the host has now waited for.
 
         Raises:
-            EmulatorError: the first failure of work that was waited for, or a host race.
+            EmulatorError: the first failure of work that was waited for, a host race, or a race between streams,
+                whether that work was waited for or not.
         """
         if not self._unsettled:
             return
@@ -259,8 +269,8 @@ class Scheduler:
             for queue in list(self._unsettled):
                 reached = min(runtime.host_saw(queue.state.index), queue.state.executed)
                 queue.deliveries = _settle(queue.deliveries, reached)
-                failed = [error for ticket, error in queue.failures if ticket <= reached]
-                queue.failures = [entry for entry in queue.failures if entry[0] > reached]
+                failed = [error for ticket, error in queue.failures if _due(ticket, error, reached)]
+                queue.failures = [entry for entry in queue.failures if not _due(*entry, reached)]
                 try:
                     queue.checks = _settle(queue.checks, reached)
                 except EmulatorError as error:
@@ -299,6 +309,10 @@ class Scheduler:
         self.settle()
 
 
+def _due(ticket: int, error: EmulatorError, reached: int) -> bool:
+    return ticket <= reached or isinstance(error, RaceError)
+
+
 def _settle(entries: Iterable[tuple[int, Callable[[], None]]], reached: int) -> list[tuple[int, Callable[[], None]]]:
     later = []
     for ticket, call in entries:
@@ -310,24 +324,31 @@ def _settle(entries: Iterable[tuple[int, Callable[[], None]]], reached: int) -> 
 
 
 class EventWait:
-    """A stream waits until another one has done its first `until` items."""
+    """A stream waits until another one has done its first `until` items.
 
-    __slots__ = ("other", "ticket", "until")
+    `point` is the event's record in C, held for this wait: it says what the other stream had done and known there.
+    """
 
-    def __init__(self, other: StreamQueue, until: int) -> None:
+    __slots__ = ("other", "point", "ticket", "until")
+
+    def __init__(self, other: StreamQueue, until: int, point: int) -> None:
         self.other = other
         self.until = until
+        self.point = point
         self.ticket = 0
 
     def run(self, queue: StreamQueue) -> Blocked | None:
         """Drive the other stream; blocked for as long as that one is."""
-        if self.other.state.executed >= self.until:
-            return None
-        blocked = scheduler.progress(self.other)
-        return None if self.other.state.executed >= self.until else blocked
+        if self.other.state.executed < self.until:
+            blocked = scheduler.progress(self.other)
+            if self.other.state.executed < self.until:
+                return blocked
+        runtime.join_point(queue.address, self.point)
+        return None
 
     def drop(self) -> None:
-        """Nothing to undo."""
+        """The wait is given up: so is its hold on the event's record."""
+        runtime.join_point(self.other.address, self.point)
 
     def describe(self) -> str:
         """Which wait it is."""

@@ -13,7 +13,9 @@ from pathlib import Path
 from ._build import LIBRARIES
 from .errors import EmulatorError
 
-__all__ = ["Call", "Runtime", "StreamState", "runtime"]
+__all__ = ["PINNED", "UNKNOWN", "Call", "Runtime", "StreamState", "runtime"]
+
+UNKNOWN, PINNED = -2, -1  # owners of an address, beside devices: nobody, pinned host memory
 
 _CALL = ctypes.CFUNCTYPE(
     ctypes.c_int,
@@ -47,6 +49,8 @@ class Call(IntEnum):
     GROUP_END = 15
     UPDATE_BEGIN = 16
     UPDATE_END = 17
+    RACE = 18
+    CAPTURE_FAILED = 19
 
 
 class StreamState(ctypes.Structure):
@@ -76,7 +80,19 @@ class Runtime:
             self._handles.append(ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL))
         lib = self._lib = ctypes.PyDLL(str(folder / "libascendcl.so"))  # these calls are tiny: the GIL stays
         lib.emulator_stream_at.restype = ctypes.c_void_p
-        lib.emulator_advance.argtypes = [ctypes.c_void_p]
+        pointer, number = ctypes.c_void_p, ctypes.c_uint64
+        lib.emulator_advance.argtypes = [pointer]
+        lib.emulator_enqueue.argtypes = [pointer]
+        lib.emulator_enqueue.restype = number
+        lib.emulator_join_point.argtypes = [pointer, pointer]
+        lib.emulator_join_stream.argtypes = [pointer, pointer]
+        lib.emulator_order_access.argtypes = [pointer, pointer, ctypes.c_size_t]
+        lib.emulator_order_race.restype = pointer
+        lib.emulator_order_allocated.argtypes = [number, number]
+        lib.emulator_order_shared.argtypes = [number, number, pointer]
+        lib.emulator_order_node.argtypes = [pointer]
+        lib.emulator_order_write_flag.argtypes = [pointer, number]
+        lib.emulator_order_read_flag.argtypes = [pointer, number]
         lib.emulator_host_saw.restype = ctypes.c_uint64
         lib.emulator_host_sees_stream.argtypes = [ctypes.c_void_p]
         lib.emulator_host_sees_event.argtypes = [ctypes.c_void_p]
@@ -93,6 +109,17 @@ class Runtime:
         lib.emulator_set_call.argtypes = [_CALL]
         lib.emulator_set_call(self._thunk)
         self.advance = lib.emulator_advance
+        self.enqueue = lib.emulator_enqueue
+        self.join_point = lib.emulator_join_point
+        self.join_stream = lib.emulator_join_stream
+        self.order_enable = lib.emulator_order_enable
+        self.order_access = lib.emulator_order_access
+        self.order_race = lib.emulator_order_race
+        self.order_allocated = lib.emulator_order_allocated
+        self.order_shared = lib.emulator_order_shared
+        self.order_node = lib.emulator_order_node
+        self.write_flag = lib.emulator_order_write_flag
+        self.read_flag = lib.emulator_order_read_flag
         self.host_saw = lib.emulator_host_saw
         self.host_sees_stream = lib.emulator_host_sees_stream
         self.host_sees_event = lib.emulator_host_sees_event

@@ -31,6 +31,7 @@ class Plan:
 
     Attributes:
         name: qualified name with overload.
+        base: qualified name without overload.
         short: name without namespace and overload.
         arguments: those that hold tensors, devices or generators.
         positional: position, kind and written of those that may come by position, for the fast path.
@@ -41,10 +42,12 @@ class Plan:
         strict: whether all tensors with dimensions must be on one device.
         needs_host: whether a result is a number or has a shape that depends on data.
         is_index: whether it is `index`, whose result depends on data when it is given a mask.
+        parameters: position and default of every argument.
         randomness: "generator" (has an argument for it), "default" (uses the default generator) or "".
     """
 
     name: str
+    base: str
     short: str
     arguments: tuple[Argument, ...]
     positional: tuple[tuple[int, str, bool], ...]
@@ -56,6 +59,14 @@ class Plan:
     needs_host: bool
     randomness: str
     is_index: bool = field(default=False)
+    parameters: dict[str, tuple[int, Any]] = field(default_factory=dict)
+
+    def value(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An argument of a call by its name, or its default; None when the operator has no such argument."""
+        if name in kwargs:
+            return kwargs[name]
+        position, default = self.parameters.get(name, (len(args), None))
+        return args[position] if position < len(args) else default
 
 
 def find_operator(name: str) -> Any:
@@ -111,6 +122,7 @@ def plan_of(name: str, operator: Any) -> Plan:
     seeded = torch.Tag.nondeterministic_seeded in tags
     return Plan(
         name=name,
+        base=schema.name,
         short=base,
         arguments=tuple(arguments),
         positional=tuple((a.position, a.kind, a.written) for a in arguments if not a.keyword_only),
@@ -122,4 +134,5 @@ def plan_of(name: str, operator: Any) -> Plan:
         needs_host=bool(plain) or (torch.Tag.dynamic_output_shape in tags and not is_index),
         randomness="generator" if has_generator else "default" if seeded else "",
         is_index=is_index,
+        parameters={a.name: (i, a.default_value) for i, a in enumerate(schema.arguments)},
     )

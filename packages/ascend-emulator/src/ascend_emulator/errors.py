@@ -6,6 +6,11 @@ and what to do, and the values are attributes too.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .order import AccessInfo
+
 __all__ = [
     "AlreadyLoadedError",
     "CaptureError",
@@ -20,6 +25,7 @@ __all__ = [
     "KernelNotFoundError",
     "MissingPackageError",
     "NotInstalledError",
+    "RaceError",
     "RuntimeBuildError",
     "VersionPairError",
 ]
@@ -169,14 +175,54 @@ class FenceError(EmulatorError, RuntimeError):
 
 
 class HostRaceError(EmulatorError, RuntimeError):
-    """Pinned host memory was rewritten while a non-blocking copy from it was under way."""
+    """Pinned host memory was written by the host while a non-blocking copy from or to it was under way."""
 
-    def __init__(self, copy: str) -> None:
+    def __init__(self, end: str, copy: str) -> None:
+        self.end = end
         self.copy = copy
+        undefined = "which bytes were copied" if end == "source" else "whose bytes stay"
         super().__init__(
-            f"the pinned source of the non-blocking {copy} was rewritten before the host waited for the copy: on a "
-            "device it is undefined which bytes were copied. Synchronize an event or the stream before writing the "
+            f"the pinned {end} of the non-blocking {copy} was written before the host waited for the copy: on a "
+            f"device it is undefined {undefined}. Synchronize an event or the stream before writing the "
             "buffer again, or alternate between two buffers."
+        )
+
+
+class RaceError(EmulatorError, RuntimeError):
+    """Two streams touch the same bytes, one of them writes, and no event orders the two."""
+
+    def __init__(
+        self,
+        earlier: AccessInfo,
+        later: AccessInfo,
+        low: int,
+        high: int,
+        *,
+        reused: bool = False,
+        captured: bool = False,
+        place: str = "",
+    ) -> None:
+        self.earlier = earlier
+        self.later = later
+        self.low = low
+        self.high = high
+        self.reused = reused
+        self.captured = captured
+        where = f"{low:#x}..{high:#x}" + (f" ({place})" if place else "")
+        if reused:
+            remedy = (
+                "The memory was freed and given to another tensor in between, while the first stream may still use "
+                "it: call record_stream() on the first tensor before it is freed, or let its own stream wait."
+            )
+        else:
+            remedy = (
+                f"Let stream {later.stream} wait for an event that is recorded on stream {earlier.stream} after the "
+                "first access."
+            )
+        inside = " Both are in one capture, so every replay has this race." if captured else ""
+        super().__init__(
+            f"race on {high - low} bytes, {where}: {later}, and {earlier}; no event, replay or wait of the host orders "
+            f"the two, so on a device either may come first.{inside} {remedy}"
         )
 
 

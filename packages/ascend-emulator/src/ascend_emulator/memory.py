@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ._runtime import runtime
+from ._runtime import PINNED, UNKNOWN, runtime
 from .errors import NotInstalledError
 
 __all__ = ["Allocation", "describe", "forget", "label"]
@@ -60,7 +60,7 @@ def describe(address: int) -> Allocation | None:
     if not runtime.loaded:
         raise NotInstalledError("memory.describe()")
     owner, start, nbytes = runtime.locate(address)
-    if owner == -2:
+    if owner == UNKNOWN:
         return None
     text = next((t for (first, size), t in _LABELS.items() if first <= address < first + size), "")
-    return Allocation("pinned host" if owner == -1 else f"npu:{owner}", start, nbytes, address - start, text)
+    return Allocation("pinned host" if owner == PINNED else f"npu:{owner}", start, nbytes, address - start, text)

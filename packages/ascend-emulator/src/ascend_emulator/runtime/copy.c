@@ -15,6 +15,7 @@ static aclError check(size_t room, size_t count) {
 EMULATOR_API aclError aclrtMemcpy(void *dst, size_t destMax, const void *src, size_t count, aclrtMemcpyKind kind) {
     (void)kind;
     aclError code = check(destMax, count);
+    if (!code) code = emulator_unsafe("aclrtMemcpy");
     if (!code) memmove(dst, src, count);
     return code;
 }
@@ -25,8 +26,9 @@ EMULATOR_API aclError aclrtMemcpyAsync(void *dst, size_t destMax, const void *sr
     aclError code = check(destMax, count);
     if (code) return code;
     if (!at_once(stream)) return emulator_call(CALL_MEMCPY, stream, dst, src, 0, count);
-    memmove(dst, src, count);
-    return ACL_SUCCESS;
+    code = emulator_order_copy(stream, "aclrtMemcpyAsync", dst, src, count);
+    if (!code) memmove(dst, src, count);
+    return code;
 }
 
 EMULATOR_API aclError aclrtMemcpyBatch(void **dsts, size_t *destMaxs, void **srcs, size_t *sizes, size_t numBatches,
@@ -45,6 +47,7 @@ EMULATOR_API aclError aclrtMemcpyBatch(void **dsts, size_t *destMaxs, void **src
 
 EMULATOR_API aclError aclrtMemset(void *devPtr, size_t maxCount, int32_t value, size_t count) {
     aclError code = check(maxCount, count);
+    if (!code) code = emulator_unsafe("aclrtMemset");
     if (!code) memset(devPtr, value, count);
     return code;
 }
@@ -53,12 +56,14 @@ EMULATOR_API aclError aclrtMemsetAsync(void *devPtr, size_t maxCount, int32_t va
     aclError code = check(maxCount, count);
     if (code) return code;
     if (!at_once(stream)) return emulator_call(CALL_MEMSET, stream, devPtr, NULL, (uint64_t)value, count);
-    memset(devPtr, value, count);
-    return ACL_SUCCESS;
+    code = emulator_order_copy(stream, "aclrtMemsetAsync", devPtr, NULL, count);
+    if (!code) memset(devPtr, value, count);
+    return code;
 }
 
 EMULATOR_API aclError aclrtLaunchHostFunc(aclrtStream stream, aclrtHostFunc fn, void *args) {
     if (!at_once(stream)) return emulator_call(CALL_HOST_FUNCTION, stream, (void *)fn, args, 0, 0);
+    if (stream) emulator_host_sees_stream(stream); /* it may tell any thread of the host */
     fn(args);
     return ACL_SUCCESS;
 }
@@ -67,6 +72,7 @@ EMULATOR_API aclError aclrtLaunchCallback(aclrtCallback fn, void *userData, aclr
                                           aclrtStream stream) {
     (void)blockType;
     if (!at_once(stream)) return emulator_call(CALL_HOST_FUNCTION, stream, (void *)fn, userData, 0, 0);
+    if (stream) emulator_host_sees_stream(stream);
     fn(userData);
     return ACL_SUCCESS;
 }

@@ -120,6 +120,7 @@ static aclError release(void *pointer, int host) {
                              host ? "pinned host" : "device");
     }
     Block block = blocks[--at];
+    order_drop(block.start, block.size);
     memmove(blocks + at, blocks + at + 1, (block_count - at - 1) * sizeof *blocks);
     block_count--;
     used[block.owner] -= block.size;

@@ -7,14 +7,17 @@
 
 #define MAX_STREAMS 4096
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+pthread_mutex_t emulator_lock = PTHREAD_MUTEX_INITIALIZER;
 static Stream *streams[MAX_STREAMS];
 static int stream_count;
-static Clock host; /* what the host has waited for */
+static Clock host; /* what the host has waited for; its threads count as one */
+static uint64_t host_version = 1;
+
+/* --- clocks --- */
 
 static int grow(Clock *clock, int count) {
     if (clock->count >= count) return 1;
-    uint64_t *entries = realloc(clock->entries, (size_t)count * sizeof *entries);
+    Stamp *entries = realloc(clock->entries, (size_t)count * sizeof *entries);
     if (!entries) return 0;
     memset(entries + clock->count, 0, (size_t)(count - clock->count) * sizeof *entries);
     clock->entries = entries;
@@ -22,31 +25,93 @@ static int grow(Clock *clock, int count) {
     return 1;
 }
 
-static void merge(Clock *into, const Clock *from) {
+void clock_merge(Clock *into, const Clock *from) {
     if (!grow(into, from->count)) return;
     for (int i = 0; i < from->count; i++)
         if (from->entries[i] > into->entries[i]) into->entries[i] = from->entries[i];
 }
 
-static void observe(Clock *clock, const Stream *stream, uint64_t ticket) {
-    if (grow(clock, stream->index + 1) && clock->entries[stream->index] < ticket) clock->entries[stream->index] = ticket;
+void clock_see(Clock *clock, int lane, Stamp bound) {
+    if (grow(clock, lane + 1) && clock->entries[lane] < bound) clock->entries[lane] = bound;
 }
+
+void clock_free(Clock *clock) {
+    free(clock->entries);
+    *clock = (Clock){0};
+}
+
+/* The bound of a whole item. */
+static Stamp after(uint64_t ticket) { return (ticket + 1) << STEP_BITS; }
+
+Stamp emulator_publish(Stream *stream) {
+    if (stream->step + 1 == (uint64_t)1 << STEP_BITS && stream->executed == stream->enqueued) {
+        stream->enqueued++; /* as if an empty item had run */
+        stream->executed++;
+        stream->step = 0;
+    }
+    return (((stream->executed + 1) << STEP_BITS) | stream->step++) + 1;
+}
+
+/* Let the stream know what it has to know before the item `ticket`. */
+void emulator_settle(Stream *stream, uint64_t ticket) {
+    while (stream->joins && stream->joins->ticket <= ticket) {
+        Join *join = stream->joins;
+        clock_merge(&stream->clock, &join->clock);
+        stream->joins = join->next;
+        if (!stream->joins) stream->last_join = NULL;
+        clock_free(&join->clock);
+        free(join);
+    }
+    if (stream->executed == stream->enqueued && stream->host_seen != host_version) {
+        clock_merge(&stream->clock, &host);
+        stream->host_seen = host_version;
+    }
+}
+
+static void join_later(Stream *stream, uint64_t ticket, const Clock *clock) {
+    Join *join = calloc(1, sizeof *join);
+    if (!join) return;
+    join->ticket = ticket;
+    clock_merge(&join->clock, clock);
+    if (stream->last_join) stream->last_join->next = join; else stream->joins = join;
+    stream->last_join = join;
+}
+
+static void host_sees(const Clock *clock) {
+    clock_merge(&host, clock);
+    host_version++;
+}
+
+static void release_point(Point *point) {
+    if (!point || --point->references) return;
+    clock_free(&point->clock);
+    free(point);
+}
+
+static void reach(Point *point, Stamp own) {
+    clock_merge(&point->clock, &point->stream->clock);
+    clock_see(&point->clock, point->stream->index, own);
+    point->time = emulator_now();
+    point->reached = 1;
+}
+
+/* --- streams --- */
 
 int emulator_pending(const Stream *stream) { return stream && stream->executed < stream->enqueued; }
 
 static aclError create_stream(aclrtStream *out) {
     Stream *stream = calloc(1, sizeof *stream);
     if (!stream) return emulator_fail(ERROR_MEMORY, "no host memory for a stream");
-    pthread_mutex_lock(&lock);
+    pthread_mutex_lock(&emulator_lock);
     if (stream_count == MAX_STREAMS) {
-        pthread_mutex_unlock(&lock);
+        pthread_mutex_unlock(&emulator_lock);
         free(stream);
         return emulator_fail(ERROR_MEMORY, "more than %d streams", MAX_STREAMS);
     }
     stream->device = emulator_device();
     stream->index = stream_count;
     streams[stream_count++] = stream;
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&emulator_lock);
     *out = stream;
     return ACL_SUCCESS;
 }
@@ -78,46 +143,82 @@ EMULATOR_API aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus *st
 EMULATOR_API int emulator_stream_count(void) { return stream_count; }
 EMULATOR_API Stream *emulator_stream_at(int index) { return streams[index]; }
 
-/* The item of a stream is done: events recorded behind it get their time. */
-EMULATOR_API void emulator_advance(Stream *stream) {
-    pthread_mutex_lock(&lock);
-    stream->executed++;
-    for (Event **link = &stream->waiting; *link;) {
-        Event *event = *link;
-        if (event->ticket <= stream->executed) {
-            event->time = emulator_now();
-            *link = event->next;
-            event->next = NULL;
-        } else {
-            link = &event->next;
-        }
+/* Number of a new queued item. */
+EMULATOR_API uint64_t emulator_enqueue(Stream *stream) {
+    pthread_mutex_lock(&emulator_lock);
+    uint64_t ticket = ++stream->enqueued;
+    if (stream->host_queued != host_version) {
+        join_later(stream, ticket, &host);
+        stream->host_queued = host_version;
     }
-    pthread_mutex_unlock(&lock);
-}
-
-EMULATOR_API uint64_t emulator_host_saw(int stream_index) {
-    pthread_mutex_lock(&lock);
-    uint64_t ticket = stream_index < host.count ? host.entries[stream_index] : 0;
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&emulator_lock);
     return ticket;
 }
 
+/* The item of a stream is done: events recorded behind it are reached. */
+EMULATOR_API void emulator_advance(Stream *stream) {
+    pthread_mutex_lock(&emulator_lock);
+    emulator_settle(stream, stream->executed + 1);
+    stream->executed++;
+    stream->step = 0;
+    for (Point **link = &stream->waiting; *link;) {
+        Point *point = *link;
+        if (point->ticket <= stream->executed) {
+            reach(point, after(point->ticket));
+            *link = point->next;
+            release_point(point);
+        } else {
+            link = &point->next;
+        }
+    }
+    pthread_mutex_unlock(&emulator_lock);
+}
+
+/* Ticket up to which the host has waited for a stream. */
+EMULATOR_API uint64_t emulator_host_saw(int stream_index) {
+    pthread_mutex_lock(&emulator_lock);
+    Stamp bound = stream_index < host.count ? host.entries[stream_index] : 0;
+    pthread_mutex_unlock(&emulator_lock);
+    return bound >> STEP_BITS ? (bound >> STEP_BITS) - 1 : 0;
+}
+
+/* A stream goes on after all that another one has done. */
+EMULATOR_API void emulator_join_stream(Stream *stream, Stream *other) {
+    pthread_mutex_lock(&emulator_lock);
+    emulator_settle(other, other->executed + 1);
+    clock_merge(&stream->clock, &other->clock);
+    clock_see(&stream->clock, other->index, emulator_publish(other));
+    pthread_mutex_unlock(&emulator_lock);
+}
+
 EMULATOR_API void emulator_host_sees_stream(Stream *stream) {
-    pthread_mutex_lock(&lock);
-    observe(&stream->clock, stream, stream->enqueued);
-    merge(&host, &stream->clock);
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_lock(&emulator_lock);
+    emulator_settle(stream, stream->executed + 1);
+    Clock seen = {0};
+    clock_merge(&seen, &stream->clock);
+    clock_see(&seen, stream->index, emulator_publish(stream));
+    host_sees(&seen);
+    clock_free(&seen);
+    pthread_mutex_unlock(&emulator_lock);
 }
 
-EMULATOR_API void emulator_host_sees_event(Event *event) {
-    pthread_mutex_lock(&lock);
-    if (event->stream) merge(&host, &event->clock);
-    pthread_mutex_unlock(&lock);
+EMULATOR_API void emulator_host_sees_event(const Event *event) {
+    pthread_mutex_lock(&emulator_lock);
+    if (event->point && event->point->reached && !event->model) host_sees(&event->point->clock);
+    pthread_mutex_unlock(&emulator_lock);
 }
 
-EMULATOR_API Stream *emulator_event_point(Event *event, uint64_t *ticket) {
-    *ticket = event->ticket;
-    return event->stream;
+EMULATOR_API Stream *emulator_event_point(const Event *event, uint64_t *ticket) {
+    *ticket = event->point && !event->model ? event->point->ticket : 0;
+    return event->point ? event->point->stream : NULL;
+}
+
+/* A stream has waited for a point; the wait's hold on it ends. */
+EMULATOR_API void emulator_join_point(Stream *stream, Point *point) {
+    pthread_mutex_lock(&emulator_lock);
+    if (point->reached) clock_merge(&stream->clock, &point->clock);
+    release_point(point);
+    pthread_mutex_unlock(&emulator_lock);
 }
 
 /* --- events --- */
@@ -134,21 +235,22 @@ EMULATOR_API aclError aclrtCreateEvent(aclrtEvent *event) { return create_event(
 EMULATOR_API aclError aclrtCreateEventWithFlag(aclrtEvent *event, uint32_t flag) { return create_event(event, flag); }
 EMULATOR_API aclError aclrtCreateEventExWithFlag(aclrtEvent *event, uint32_t flag) { return create_event(event, flag); }
 
-static void forget(Event *event) {
-    if (!event->stream) return;
-    for (Event **link = &event->stream->waiting; *link; link = &(*link)->next)
-        if (*link == event) { *link = event->next; event->next = NULL; return; }
+static int done(const Event *event) {
+    const Point *point = event->point;
+    return !point || event->model || point->stream->executed >= point->ticket;
 }
 
-static int done(const Event *event) { return !event->stream || event->stream->executed >= event->ticket; }
+static void forget(Event *event) {
+    release_point(event->point);
+    event->point = NULL;
+    event->model = 0;
+}
 
 EMULATOR_API aclError aclrtDestroyEvent(aclrtEvent event) {
-    Event *it = event;
-    pthread_mutex_lock(&lock);
-    forget(it);
-    pthread_mutex_unlock(&lock);
-    free(it->clock.entries);
-    free(it);
+    pthread_mutex_lock(&emulator_lock);
+    forget(event);
+    pthread_mutex_unlock(&emulator_lock);
+    free(event);
     return ACL_SUCCESS;
 }
 
@@ -156,24 +258,24 @@ EMULATOR_API aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) {
     Event *it = event;
     Stream *on = stream;
     if (!on) return emulator_fail(ERROR_PARAMETER, "event recorded on a null stream");
-    pthread_mutex_lock(&lock);
+    Point *point = calloc(1, sizeof *point);
+    if (!point) return emulator_fail(ERROR_MEMORY, "no host memory for an event");
+    *point = (Point){.references = 1, .stream = on, .ticket = on->enqueued};
+    pthread_mutex_lock(&emulator_lock);
     forget(it);
+    it->point = point;
     it->model = on->model;
-    it->stream = on;
-    it->ticket = on->model ? 0 : on->enqueued;
-    it->time = 0;
-    if (!on->model) {
-        observe(&on->clock, on, on->enqueued);
-        if (it->clock.count) memset(it->clock.entries, 0, (size_t)it->clock.count * sizeof *it->clock.entries);
-        merge(&it->clock, &on->clock);
-        if (done(it)) {
-            it->time = emulator_now();
-        } else {
-            it->next = on->waiting;
-            on->waiting = it;
-        }
+    if (on->model) {
+        lane_record(on, point);
+    } else if (emulator_pending(on)) {
+        point->references++;
+        point->next = on->waiting;
+        on->waiting = point;
+    } else {
+        emulator_settle(on, on->executed + 1);
+        reach(point, emulator_publish(on));
     }
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&emulator_lock);
     return ACL_SUCCESS;
 }
 
@@ -181,29 +283,36 @@ EMULATOR_API aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event)
     Event *it = event;
     Stream *on = stream;
     if (!on) return emulator_fail(ERROR_PARAMETER, "a null stream waits for an event");
-    if (it->model && it->stream && it->stream->model == it->model) { /* the capture forks or joins */
-        if (on->model && on->model != it->model)
+    pthread_mutex_lock(&emulator_lock);
+    Point *point = it->point;
+    if (it->model && point->stream->model == it->model) { /* the capture forks or joins */
+        uint64_t model = on->model;
+        if (!model || model == it->model) lane_join(on, it->model, point);
+        pthread_mutex_unlock(&emulator_lock);
+        if (model && model != it->model)
             return emulator_fail(ERROR_CAPTURED_EVENT, "stream %d is in another capture than the event", on->index);
-        on->model = it->model;
         return ACL_SUCCESS;
     }
-    if (on->model) return ACL_SUCCESS; /* ordered before the capture as a whole */
-    pthread_mutex_lock(&lock);
-    merge(&on->clock, &it->clock);
-    int finished = done(it);
-    Stream *other = it->stream;
-    uint64_t ticket = it->ticket;
-    pthread_mutex_unlock(&lock);
-    if (finished || other == on) return ACL_SUCCESS;
-    return emulator_call(CALL_WAIT_EVENT, on, other, NULL, ticket, 0);
+    if (on->model || it->model || !point || point->stream == on) { /* before the capture as a whole, or already so */
+        pthread_mutex_unlock(&emulator_lock);
+        return ACL_SUCCESS;
+    }
+    int finished = point->reached;
+    if (!finished) point->references++;
+    else if (emulator_pending(on)) join_later(on, on->enqueued + 1, &point->clock);
+    else clock_merge(&on->clock, &point->clock);
+    Stream *other = point->stream;
+    uint64_t ticket = point->ticket;
+    pthread_mutex_unlock(&emulator_lock);
+    if (finished) return ACL_SUCCESS;
+    return emulator_call(CALL_WAIT_EVENT, on, other, point, ticket, 0);
 }
 
 EMULATOR_API aclError aclrtResetEvent(aclrtEvent event, aclrtStream stream) {
     (void)stream;
-    pthread_mutex_lock(&lock);
+    pthread_mutex_lock(&emulator_lock);
     forget(event);
-    ((Event *)event)->stream = NULL;
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&emulator_lock);
     return ACL_SUCCESS;
 }
 
@@ -218,28 +327,30 @@ EMULATOR_API aclError aclrtQueryEventWaitStatus(aclrtEvent event, aclrtEventWait
 }
 
 EMULATOR_API aclError aclrtEventElapsedTime(float *ms, aclrtEvent startEvent, aclrtEvent endEvent) {
-    const Event *first = startEvent, *last = endEvent;
-    if (first->time == 0 || last->time == 0)
+    const Point *first = ((Event *)startEvent)->point, *last = ((Event *)endEvent)->point;
+    if (!first || !last || !first->reached || !last->reached)
         return emulator_fail(ERROR_EVENT, "elapsed time of an event that was not recorded or not reached");
     *ms = (float)(last->time - first->time);
     return ACL_SUCCESS;
 }
 
 EMULATOR_API aclError aclrtEventGetTimestamp(aclrtEvent event, uint64_t *timestamp) {
-    *timestamp = (uint64_t)(((Event *)event)->time * 1e3);
+    const Point *point = ((Event *)event)->point;
+    *timestamp = point ? (uint64_t)(point->time * 1e3) : 0;
     return ACL_SUCCESS;
 }
 
 /* --- waits of the host --- */
 
-static aclError captured(const char *what) {
+static aclError captured(const Stream *stream, const char *what) {
+    emulator_call(CALL_CAPTURE_FAILED, NULL, NULL, what, stream->model, 0);
     return emulator_fail(ERROR_STREAM_CAPTURED, "%s while a graph is being captured", what);
 }
 
 EMULATOR_API aclError aclrtSynchronizeStream(aclrtStream stream) {
     Stream *on = stream;
     if (!on) return ACL_SUCCESS;
-    if (on->model) return captured("synchronize of the stream");
+    if (on->model) return captured(on, "synchronize of the stream");
     if (emulator_active) return emulator_call(CALL_SYNCHRONIZE_STREAM, on, NULL, NULL, 0, 0);
     emulator_host_sees_stream(on);
     return ACL_SUCCESS;
@@ -252,9 +363,9 @@ EMULATOR_API aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int3
 
 EMULATOR_API aclError aclrtSynchronizeEvent(aclrtEvent event) {
     Event *it = event;
-    if (it->model && it->stream && it->stream->model == it->model)
+    if (it->model && it->point->stream->model == it->model)
         return emulator_fail(ERROR_CAPTURED_EVENT, "synchronize of an event that was recorded in the running capture");
-    if (emulator_active && it->stream) return emulator_call(CALL_SYNCHRONIZE_EVENT, NULL, it, NULL, 0, 0);
+    if (emulator_active && it->point) return emulator_call(CALL_SYNCHRONIZE_EVENT, NULL, it, NULL, 0, 0);
     emulator_host_sees_event(it);
     return ACL_SUCCESS;
 }
@@ -262,7 +373,7 @@ EMULATOR_API aclError aclrtSynchronizeEvent(aclrtEvent event) {
 EMULATOR_API aclError aclrtSynchronizeDevice(void) {
     int device = emulator_device();
     for (int i = 0; i < stream_count; i++)
-        if (streams[i]->device == device && streams[i]->model) return captured("synchronize of the device");
+        if (streams[i]->device == device && streams[i]->model) return captured(streams[i], "synchronize of the device");
     if (emulator_active) return emulator_call(CALL_SYNCHRONIZE_DEVICE, NULL, NULL, NULL, (uint64_t)device, 0);
     for (int i = 0; i < stream_count; i++)
         if (streams[i]->device == device) emulator_host_sees_stream(streams[i]);

@@ -1,0 +1,77 @@
+"""The order of accesses between streams is checked: two streams that touch the same bytes, one of them writing, must be
+ordered by an event, or it is a `RaceError`.
+
+Every operator, copy and replay tells the C runtime (`runtime/order.c`) which bytes it reads and writes, when its stream
+reaches it. What a stream knows of the others comes from events, external events, waits of the host and host functions.
+`on` is the switch that hot paths look at; this package does not decide when work runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .._runtime import runtime
+from ..errors import NotInstalledError
+from ._info import AccessInfo
+from ._race import race_error, touch
+from ._replay import merged, renamed
+from ._words import (
+    Accesses,
+    Refined,
+    accesses_of,
+    bytes_accesses,
+    plain_accesses,
+    results_of,
+    with_results,
+    words_of,
+)
+
+__all__ = [
+    "AccessInfo",
+    "Accesses",
+    "Refined",
+    "accesses_of",
+    "bytes_accesses",
+    "enable",
+    "merged",
+    "on",
+    "plain_accesses",
+    "race_error",
+    "renamed",
+    "results_of",
+    "touch",
+    "unchecked",
+    "with_results",
+    "words_of",
+]
+
+on = False
+
+
+def enable(check: bool) -> None:
+    """Switch the check on or off for the process. Switching forgets all accesses so far.
+
+    Raises:
+        NotInstalledError: before `install()`.
+    """
+    global on
+    if not runtime.loaded:
+        raise NotInstalledError("order.enable()")
+    if check != on:
+        runtime.order_enable(int(check))
+        on = check
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Nothing inside is checked, and nothing outside is compared with it.
+
+    Wait for the device before and after it: work that is pending at its ends is checked on one side only.
+    """
+    before = on
+    enable(False)
+    try:
+        yield
+    finally:
+        enable(before)
