@@ -25,6 +25,7 @@ NAMES = [
     "KernelNotFoundError",
     "MissingPackageError",
     "NotInstalledError",
+    "RaceError",
     "RuntimeBuildError",
     "VersionPairError",
     "install",

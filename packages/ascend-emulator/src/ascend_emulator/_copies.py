@@ -3,8 +3,8 @@
 A blocking copy, and any copy from or to pageable memory, waits for the stream. A non-blocking copy between pinned
 memory and the device takes effect at the latest legal moment: a host destination is poisoned when the copy is issued
 and gets its bytes at the next wait of the host that covers the copy (in a capture: poisoned at once, and again at each
-replay), and nobody may write it before; a host source is read when the stream needs it, a device destination is poisoned
-until then, and the source must not change before that wait. Both ends are told to `order/`, pinned memory as well.
+replay), and nobody may write it before. A host source is read when the stream needs it and must not change before that
+wait; the device destination is poisoned until then. Both ends are told to `order/`, pinned memory as well.
 """
 
 from __future__ import annotations

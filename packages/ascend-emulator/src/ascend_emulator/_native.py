@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch_npu
 
+from . import order
 from ._build import FALLBACK, build_fallback
 from ._schema import Plan
 from .errors import RuntimeBuildError
@@ -28,6 +29,7 @@ class Flag(IntFlag):
     IS_INDEX = 8
     DRAWS = 16
     DRAWS_FROM_DEFAULT = 32
+    TOUCHES_ROWS = 64
 
 
 def _flags(plan: Plan) -> Flag:
@@ -39,6 +41,7 @@ def _flags(plan: Plan) -> Flag:
         (Flag.IS_INDEX, plan.is_index),
         (Flag.DRAWS, plan.randomness == "generator"),
         (Flag.DRAWS_FROM_DEFAULT, plan.randomness == "default"),
+        (Flag.TOUCHES_ROWS, order.touches_rows(plan)),
     ):
         chosen |= flag if is_set else Flag(0)
     return chosen

@@ -1,8 +1,8 @@
 // One boxed kernel for every aten operator at the npu key: it runs the CPU kernel on the same bytes, at once.
 //
 // It stands in front of the Python kernel of _operators.py, which has the meaning: whenever a stream has pending work,
-// a capture, an update or an observer is open (`emulator_slow`), or a call is out of the ordinary, the Python kernel
-// gets the call untouched. It decides no order. What an operator needs comes as flags from `Plan` in _schema.py.
+// a capture or an update is open (`emulator_slow`), or a call is out of the ordinary, the Python kernel gets the call
+// untouched. It decides no order. What an operator needs comes as flags from `Plan` in _schema.py.
 #include <memory>
 #include <string>
 #include <vector>
@@ -10,6 +10,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include "front.h"
+#include "order.h"
 #include "own.h"
 #include "random.h"
 #include "tensors.h"
@@ -17,7 +18,15 @@
 namespace emulator {
 
 // As _native.py has them.
-enum Flag : unsigned { STRICT = 1, RESIZES = 2, NEEDS_HOST = 4, IS_INDEX = 8, DRAWS = 16, DRAWS_FROM_DEFAULT = 32 };
+enum Flag : unsigned {
+  STRICT = 1,
+  RESIZES = 2,
+  NEEDS_HOST = 4,
+  IS_INDEX = 8,
+  DRAWS = 16,
+  DRAWS_FROM_DEFAULT = 32,
+  TOUCHES_ROWS = 64
+};
 enum class Kind : uint8_t { PLAIN, TENSOR, TENSORS, DEVICE, GENERATOR, PIN_MEMORY };
 
 const Originals& originals() {
@@ -157,8 +166,11 @@ class Operator final : public InFront {
  public:
   Operator(const OperatorHandle& op, unsigned flags) : InFront(op), flags_(flags) {
     const auto& schema = op.schema();
+    const auto& overload = schema.overload_name();
+    name_ = schema.name() + (overload.empty() ? "" : "." + overload);
     for (const auto& argument : schema.arguments()) {
       if (argument.alias_info() && argument.alias_info()->isWrite()) written_.push_back(kinds_.size());
+      names_.push_back(argument.name());
       kinds_.push_back(kind_of(argument));
     }
     for (const auto& result : schema.returns()) {
@@ -184,6 +196,7 @@ class Operator final : public InFront {
     const c10::ArrayRef<IValue> own(stack->data() + base, count);
     Lowered lowered(kinds_, flags_);
     if (!lowered.lower(own)) return false;
+    if (emulator_order_on && ((flags_ & TOUCHES_ROWS) || !tell_arguments(own, lowered.device()))) return false;
     if (needs_data(own) && !wait_for_stream(lowered.device())) return false;
     if (flags_ & DRAWS) {
       for (size_t i = 0; i < count; i++) {
@@ -213,7 +226,10 @@ class Operator final : public InFront {
       for (size_t i = 0; i < outputs.size(); i++) bring_home(own[written_[i]], outputs[i]);
     }
     for (size_t i = 0; i < returns_.size(); i++) {
-      run[i] = returns_[i] >= 0 ? own[returns_[i]] : lift_value(run[i], lowered);
+      if (returns_[i] < 0 && !lift_value(run[i], lowered)) return false;
+    }
+    for (size_t i = 0; i < returns_.size(); i++) {
+      if (returns_[i] >= 0) run[i] = own[returns_[i]];
     }
     stack->resize(base);
     for (auto& value : run) stack->push_back(std::move(value));
@@ -247,17 +263,52 @@ class Operator final : public InFront {
     }
   }
 
-  static IValue lift_value(const IValue& value, Lowered& lowered) {
-    if (value.isTensor()) return lift(value.toTensor(), lowered.device());
-    if (value.isTensorList()) {
-      c10::List<at::Tensor> lifted;
-      for (const at::Tensor& tensor : value.toTensorVector()) lifted.push_back(lift(tensor, lowered.device()));
-      return lifted;
+  // False when the memory of a result is in a race.
+  bool lift_value(IValue& value, Lowered& lowered) const {
+    if (value.isTensor()) {
+      value = lift(value.toTensor(), lowered.device());
+      return tell_result(value.toTensor());
     }
-    return value;
+    if (!value.isTensorList()) return true;
+    c10::List<at::Tensor> lifted;
+    for (const at::Tensor& tensor : value.toTensorVector()) {
+      auto one = lift(tensor, lowered.device());
+      if (!tell_result(one)) return false;
+      lifted.push_back(std::move(one));
+    }
+    value = lifted;
+    return true;
+  }
+
+  bool tell_result(const at::Tensor& result) const {
+    return !result.defined() || tell(name_.c_str(), "result", result);
+  }
+
+  bool tell_arguments(c10::ArrayRef<IValue> own, Device device) const {
+    Accesses accesses;
+    size_t next = 0; // of the written arguments
+    for (size_t i = 0; i < own.size(); i++) {
+      const bool written = next < written_.size() && written_[next] == i;
+      next += written;
+      const auto add = [&](const at::Tensor& tensor) {
+        if (tensor.defined() && on_npu(tensor)) accesses.add(name_.c_str(), names_[i].c_str(), tensor, written);
+      };
+      if (own[i].isTensor()) {
+        add(own[i].toTensor());
+      } else if (own[i].isTensorList()) {
+        for (const at::Tensor& tensor : own[i].toTensorVector()) add(tensor);
+      } else if (kinds_[i] == Kind::TENSORS && own[i].isList()) {
+        for (const auto& tensor : own[i].toOptionalTensorVector()) {
+          if (tensor) add(*tensor);
+        }
+      }
+    }
+    return accesses.tell(device);
   }
 
   const unsigned flags_;
+  std::string name_;
+  std::vector<std::string> names_;
   std::vector<Kind> kinds_;
   std::vector<size_t> written_;
   std::vector<int> returns_; // per result the argument that it is, or -1

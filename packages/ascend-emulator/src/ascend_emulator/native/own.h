@@ -11,6 +11,7 @@
 #include <c10/util/strides.h>
 
 #include "front.h"
+#include "order.h"
 #include "tensors.h"
 
 namespace emulator {
@@ -22,6 +23,7 @@ class Empty final : public InFront {
   void operator()(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     if (emulator_slow) return in_python(op, keys, stack);
     original_(stack);
+    tell_allocated(stack->back().toTensor());
     poison(stack->back().toTensor());
   }
 
@@ -82,6 +84,7 @@ class Filled final : public InFront {
     const auto device = given.isNone() || !given.toDevice().has_index() ? current_device() : given.toDevice();
     const auto type = dtype.isNone() ? c10::typeMetaToScalarType(c10::get_default_dtype()) : dtype.toScalarType();
     auto made = allocate(sizes, c10::contiguous_strides(sizes), type, device);
+    if (!tell("aten::fill_", "self", made)) return in_python(op, keys, stack);
     if (made.numel()) {
       at::AutoDispatchBelowADInplaceOrView below;
       Aliases()(made).fill_(value_ ? *value_ : own[1].toScalar());
@@ -110,6 +113,13 @@ class Copy final : public InFront {
     for (const auto* one : {&target, &source}) {
       if (!(one->is_cpu() || on_npu(*one)) || !has_bytes(*one)) return false;
     }
+    if (emulator_order_on) {
+      if (!target.is_cpu() && !source.is_cpu() && target.device() != source.device()) return false;
+      Accesses accesses;
+      accesses.add("aten::copy_", "src", source, false);
+      accesses.add("aten::copy_", "self", target, true);
+      if (!accesses.tell((target.is_cpu() ? source : target).device())) return false;
+    }
     if (target.is_cpu() != source.is_cpu()) {
       if (!wait_for_stream((target.is_cpu() ? source : target).device())) return false;
     }
@@ -130,9 +140,19 @@ class Item final : public InFront {
   using InFront::InFront;
   void operator()(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     const at::Tensor own = stack->back().toTensor();
-    if (emulator_slow || !has_bytes(own) || !wait_for_stream(own.device())) return in_python(op, keys, stack);
+    if (emulator_slow || !has_bytes(own) || !tell(own) || !wait_for_stream(own.device())) {
+      return in_python(op, keys, stack);
+    }
     at::AutoDispatchBelowADInplaceOrView below;
     stack->back() = Aliases()(own).item();
+  }
+
+ private:
+  static bool tell(const at::Tensor& read) {
+    if (!emulator_order_on) return true;
+    Accesses accesses;
+    accesses.add("aten::_local_scalar_dense", "self", read, false);
+    return accesses.tell(read.device());
   }
 };
 

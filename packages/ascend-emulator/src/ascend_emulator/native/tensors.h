@@ -90,12 +90,15 @@ struct Originals {
 };
 
 const Originals& originals();
+void tell_allocated(const at::Tensor& tensor); // order.h
 
 // A device tensor straight from torch_npu's allocator, without poison: the caller writes all of it.
 inline at::Tensor allocate(c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype, Device device) {
   Stack stack{sizes, strides, dtype, c10::kStrided, device, IValue()};
   originals().empty_strided(&stack);
-  return std::move(stack.back()).toTensor();
+  auto made = std::move(stack.back()).toTensor();
+  tell_allocated(made);
+  return made;
 }
 
 // An npu tensor with the contents, sizes and strides of a CPU tensor.

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .._runtime import runtime
-from ..errors import NotInstalledError
+from ascend_emulator._runtime import runtime
+from ascend_emulator.errors import NotInstalledError
+
 from ._info import AccessInfo
 from ._race import race_error, touch
 from ._replay import merged, renamed
@@ -23,6 +24,7 @@ from ._words import (
     bytes_accesses,
     plain_accesses,
     results_of,
+    touches_rows,
     with_results,
     words_of,
 )
@@ -41,6 +43,7 @@ __all__ = [
     "renamed",
     "results_of",
     "touch",
+    "touches_rows",
     "unchecked",
     "with_results",
     "words_of",

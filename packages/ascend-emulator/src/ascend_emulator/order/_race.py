@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 from array import array
 
-from .. import memory
-from .._runtime import StreamState, runtime
-from ..errors import RaceError
+from ascend_emulator import memory
+from ascend_emulator._runtime import StreamState, runtime
+from ascend_emulator.errors import RaceError
+
 from ._info import AccessInfo
 
 __all__ = ["race_error", "touch"]

@@ -12,8 +12,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .._runtime import UNKNOWN, runtime
-from .._schema import Argument, Plan
+from ascend_emulator._runtime import UNKNOWN, runtime
+from ascend_emulator._schema import Argument, Plan
+
 from ._rows import REFINED, UNMARKED_WRITES, Refine, Rows
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "plain_accesses",
     "results_of",
     "text",
+    "touches_rows",
     "with_results",
     "words_of",
 ]
@@ -65,6 +67,11 @@ def _add_rows(words: array[int], operator: int, argument: str, tensor: torch.Ten
     head = (operator, text(argument), _dtype(tensor.dtype), written, size)
     for first, count in rows.runs(sizes[0]):
         words.extend((*head, start + first * strides[0] * size, len(sizes), count, *sizes[1:], *strides))
+
+
+def touches_rows(plan: Plan) -> bool:
+    """Whether an operator touches only those rows of a tensor that its index tensors name."""
+    return plan.base in REFINED
 
 
 class Refined:
