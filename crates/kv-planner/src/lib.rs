@@ -17,6 +17,7 @@ pub mod layout;
 pub mod lengths;
 pub mod lower;
 pub mod manifest;
+mod offsets;
 mod overlap;
 pub mod plan;
 pub mod prefix;
@@ -33,7 +34,7 @@ pub use guard::guarded;
 pub use heads::split_heads;
 pub use layout::{ComponentSpec, ModelLayout};
 pub use lengths::{SpeculativeKind, first_draft_id, kv_lengths, page_count};
-pub use lower::{Batch, Capabilities, LoweredPlan, lower};
+pub use lower::{Batch, Capabilities, LoweredPlan, lower, lower_into};
 pub use manifest::{BufferEntry, EntryName, Placement, RankManifest};
 pub use plan::{Plan, Slice};
 pub use prefix::{

@@ -1,11 +1,11 @@
 //! Owns the step from a checked plan to blocks of addresses within an engine's
-//! limits. It is the only place that sums addresses; it does not copy a byte.
+//! limits. It sums addresses and does not copy a byte; where the columns' memory
+//! comes from is the caller's choice.
 
-use crate::address::{self, Lane};
+use crate::address;
 use crate::error::{ErrorKind, PlanError, Result};
+use crate::offsets::{Block, Offsets, pieces};
 use crate::plan::Plan;
-use crate::route::RoutePair;
-use crate::runs::Runs;
 
 /// What an engine takes in one call; `None` is no limit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
@@ -61,11 +61,25 @@ pub struct LoweredPlan {
     pub total_bytes: u64,
 }
 
+/// Geometries whose offsets are kept while lowering: keys and values, index keys and
+/// their scales. With more, offsets are laid out again, and memory stays small.
+const KEPT: usize = 4;
+
 /// Turns a plan into batches of blocks.
 ///
 /// Blocks come pair by pair, then run by run. Consecutive pages are one block
 /// where they are consecutive bytes on both sides, and never across entries.
 pub fn lower(plan: &Plan, capabilities: &Capabilities) -> Result<LoweredPlan> {
+    lower_into(plan, capabilities, |_| Vec::new())
+}
+
+/// Does what [`lower()`] does with columns that `column` gives out, each asked for
+/// with the number of blocks that it will hold; what they held is overwritten.
+pub fn lower_into(
+    plan: &Plan,
+    capabilities: &Capabilities,
+    column: impl FnMut(usize) -> Vec<u64>,
+) -> Result<LoweredPlan> {
     let capabilities = capabilities.validated()?;
     let block_count = count(plan, &capabilities)?;
     if let Some(limit) = capabilities.max_blocks
@@ -73,52 +87,31 @@ pub fn lower(plan: &Plan, capabilities: &Capabilities) -> Result<LoweredPlan> {
     {
         return Err(too_many(block_count, limit));
     }
-    let mut sink = Sink::new(&capabilities, block_count);
-    if let Some(last) = plan.runs().last_items() {
-        let route = plan.route();
-        for pair in route.pairs() {
-            let from = &route.source().entries[pair.source_entry];
-            let to = &route.destination().entries[pair.destination_entry];
-            let lanes = (
-                Lane::new(from.address, from.item_stride, pair.source_offset, last.0)?,
-                Lane::new(to.address, to.item_stride, pair.destination_offset, last.1)?,
-            );
-            if pair.joins_pages(from, to) {
-                joined(plan.runs(), pair, lanes, &mut sink)?;
-            } else {
-                let rows = (
-                    Lane::new(lanes.0.get(last.0), pair.source_row_stride, 0, pair.rows - 1)?,
-                    Lane::new(lanes.1.get(last.1), pair.destination_row_stride, 0, pair.rows - 1)?,
-                );
-                scattered(plan.runs(), pair, lanes, rows, &mut sink)?;
-            }
+    let mut sink = Sink::new(&capabilities, block_count, column);
+    let mut known: Vec<Offsets> = Vec::new();
+    let lanes = plan.route().lanes();
+    let mut done = 0;
+    for (steps, count) in &lanes.groups {
+        let group = done..done + count;
+        let bases = (&lanes.sources[group.clone()], &lanes.destinations[group]);
+        done += count;
+        if let Some(block) = Block::only(steps, plan.runs()).filter(|block| block.bytes <= sink.max_bytes)
+            && *count <= sink.room()
+        {
+            sink.fill_each(block, bases)?;
+            continue;
         }
+        let offsets = match known.iter().position(|offsets| offsets.steps == *steps) {
+            Some(position) => &known[position],
+            None => {
+                known.truncate(KEPT - 1);
+                known.push(Offsets::new(*steps, plan.runs(), sink.max_bytes)?);
+                &known[known.len() - 1]
+            }
+        };
+        bases.0.iter().zip(bases.1).try_for_each(|(from, to)| sink.fill(offsets, (*from, *to)))?;
     }
     Ok(LoweredPlan { batches: sink.finish(), block_count, total_bytes: plan.nbytes() })
-}
-
-/// One block a run: its pages are consecutive bytes on both sides.
-fn joined(runs: &Runs, pair: &RoutePair, lanes: (Lane, Lane), sink: &mut Sink) -> Result<()> {
-    for run in runs.runs() {
-        let bytes = run.count * pair.row_bytes;
-        sink.push(lanes.0.get(run.source), lanes.1.get(run.destination), bytes)?;
-    }
-    Ok(())
-}
-
-/// One block a row of every page. `rows` are the rows of the last page, which lie
-/// as far from its start as those of any page.
-fn scattered(runs: &Runs, pair: &RoutePair, lanes: (Lane, Lane), rows: (Lane, Lane), sink: &mut Sink) -> Result<()> {
-    for run in runs.runs() {
-        for step in 0..run.count {
-            let source = rows.0.moved(lanes.0.get(run.source + step));
-            let destination = rows.1.moved(lanes.1.get(run.destination + step));
-            for row in 0..pair.rows {
-                sink.push(source.get(row), destination.get(row), pair.row_bytes)?;
-            }
-        }
-    }
-    Ok(())
 }
 
 /// Number of blocks after splitting, without making any.
@@ -126,20 +119,26 @@ pub fn count(plan: &Plan, capabilities: &Capabilities) -> Result<u64> {
     let Some(limit) = capabilities.max_block_bytes else {
         return Ok(plan.block_count());
     };
-    let route = plan.route();
-    let mut total = 0;
-    for pair in route.pairs() {
-        let from = &route.source().entries[pair.source_entry];
-        let to = &route.destination().entries[pair.destination_entry];
-        if pair.joins_pages(from, to) {
-            for run in plan.runs().runs() {
-                let bytes = address::product(&[run.count, pair.row_bytes])?;
-                total = address::at(total, bytes.div_ceil(limit), 1, 0)?;
+    let mut total: u64 = 0;
+    let mut joined: Option<(u64, u64)> = None;
+    for (steps, lanes) in &plan.route().lanes().groups {
+        let blocks = if steps.joins_items() {
+            match joined {
+                Some((row_bytes, blocks)) if row_bytes == steps.row_bytes => blocks,
+                _ => {
+                    let mut blocks: u64 = 0;
+                    for run in plan.runs().runs() {
+                        let bytes = address::product(&[run.count, steps.row_bytes])?;
+                        blocks = address::at(blocks, pieces(bytes, limit), 1, 0)?;
+                    }
+                    joined = Some((steps.row_bytes, blocks));
+                    blocks
+                }
             }
         } else {
-            let pieces = address::product(&[pair.rows, pair.row_bytes.div_ceil(limit)])?;
-            total = address::at(total, plan.runs().page_count(), pieces, 0)?;
-        }
+            address::product(&[plan.runs().page_count(), steps.rows, pieces(steps.row_bytes, limit)])?
+        };
+        total = address::at(total, blocks, *lanes as u64, 0)?;
     }
     Ok(total)
 }
@@ -155,7 +154,8 @@ fn too_many(blocks: u64, limit: u64) -> PlanError {
     )
 }
 
-fn no_memory(blocks: u64) -> PlanError {
+/// The refusal of more addresses than there is memory for.
+pub(crate) fn no_memory(blocks: u64) -> PlanError {
     PlanError::new(
         ErrorKind::BlockLimitExceeded,
         "blocks",
@@ -166,17 +166,18 @@ fn no_memory(blocks: u64) -> PlanError {
     )
 }
 
-/// Collects blocks, splits long ones and closes full batches.
-struct Sink {
+/// Collects blocks and closes full batches.
+struct Sink<F> {
     batches: Vec<Batch>,
     open: Batch,
     per_batch: usize,
     max_bytes: u64,
     left: u64,
+    column: F,
 }
 
-impl Sink {
-    fn new(capabilities: &Capabilities, blocks: u64) -> Self {
+impl<F: FnMut(usize) -> Vec<u64>> Sink<F> {
+    fn new(capabilities: &Capabilities, blocks: u64, column: F) -> Self {
         let per_batch = capabilities.max_entries_per_batch.unwrap_or(u64::MAX);
         Sink {
             batches: Vec::new(),
@@ -184,42 +185,52 @@ impl Sink {
             per_batch: usize::try_from(per_batch).unwrap_or(usize::MAX),
             max_bytes: capabilities.max_block_bytes.unwrap_or(u64::MAX),
             left: blocks,
+            column,
         }
     }
 
-    #[inline]
-    fn push(&mut self, source: u64, destination: u64, bytes: u64) -> Result<()> {
-        if bytes <= self.max_bytes {
-            return self.push_one(source, destination, bytes);
-        }
-        let mut done = 0;
-        while done < bytes {
-            let piece = self.max_bytes.min(bytes - done);
-            self.push_one(address::at(source, 1, done, 0)?, address::at(destination, 1, done, 0)?, piece)?;
-            done += piece;
-        }
-        Ok(())
-    }
-
-    #[inline]
-    fn push_one(&mut self, source: u64, destination: u64, bytes: u64) -> Result<()> {
+    /// Appends the one block of each of several lanes.
+    fn fill_each(&mut self, block: Block, bases: (&[u64], &[u64])) -> Result<()> {
         if self.open.source.is_empty() {
             self.reserve()?;
         }
-        self.open.source.push(source);
-        self.open.destination.push(destination);
-        self.open.nbytes.push(bytes);
-        if self.open.source.len() == self.per_batch {
-            self.close();
+        block.append(bases, &mut self.open);
+        self.close_if_full();
+        Ok(())
+    }
+
+    /// Appends every block of one lane.
+    fn fill(&mut self, offsets: &Offsets, bases: (u64, u64)) -> Result<()> {
+        let mut done = 0;
+        while done < offsets.len() {
+            if self.open.source.is_empty() {
+                self.reserve()?;
+            }
+            let stop = offsets.len().min(done.saturating_add(self.room()));
+            offsets.append(done..stop, bases, &mut self.open);
+            done = stop;
+            self.close_if_full();
         }
         Ok(())
+    }
+
+    /// Blocks that the open batch still takes.
+    fn room(&self) -> usize {
+        self.per_batch - self.open.source.len()
+    }
+
+    fn close_if_full(&mut self) {
+        if self.room() == 0 {
+            self.close();
+        }
     }
 
     /// Makes room for the whole next batch, or refuses where memory lacks.
     fn reserve(&mut self) -> Result<()> {
         let room = usize::try_from(self.left).unwrap_or(usize::MAX).min(self.per_batch);
-        let columns = [&mut self.open.source, &mut self.open.destination, &mut self.open.nbytes];
-        for column in columns {
+        for column in [&mut self.open.source, &mut self.open.destination, &mut self.open.nbytes] {
+            *column = (self.column)(room);
+            column.clear();
             column.try_reserve_exact(room).map_err(|_| no_memory(self.left))?;
         }
         Ok(())

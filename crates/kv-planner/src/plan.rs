@@ -74,7 +74,9 @@ pub struct Plan {
 impl Plan {
     /// Joins a route with runs after checking every page against every entry.
     pub fn new(route: Route, runs: Runs) -> Result<Plan> {
-        if let Some(pair) = route.pairs().iter().find(|pair| pair.item_kind != runs.item_kind()) {
+        if route.totals().item_kind != Some(runs.item_kind())
+            && let Some(pair) = route.pairs().iter().find(|pair| pair.item_kind != runs.item_kind())
+        {
             return Err(PlanError::new(
                 ErrorKind::ItemKindMismatch,
                 format!("runs for {}", pair.name()),

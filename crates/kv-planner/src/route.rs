@@ -55,7 +55,46 @@ pub struct Route {
     source: Arc<RankManifest>,
     destination: Arc<RankManifest>,
     pairs: Arc<[RoutePair]>,
+    lanes: Arc<Lanes>,
     totals: Totals,
+}
+
+/// Pairs as addresses: where item 0's first piece lies on both sides, pair by pair,
+/// and how far apart items and pieces are. Every item below the entries' counts ends
+/// within 64 bits, so sums over a lane need no further check.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Lanes {
+    pub(crate) sources: Vec<u64>,
+    pub(crate) destinations: Vec<u64>,
+    /// Steps of neighbouring pairs that share them, and how many do.
+    pub(crate) groups: Vec<(Steps, usize)>,
+}
+
+/// What the addresses of a lane have in common with those of others: all but the base.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Steps {
+    /// From one item to the next.
+    pub(crate) source_item: u64,
+    pub(crate) destination_item: u64,
+    /// From one piece to the next within an item.
+    pub(crate) source_row: u64,
+    pub(crate) destination_row: u64,
+    pub(crate) rows: u64,
+    pub(crate) row_bytes: u64,
+}
+
+impl Steps {
+    /// Whether consecutive items are consecutive bytes on both sides.
+    pub(crate) fn joins_items(&self) -> bool {
+        self.rows == 1 && self.row_bytes == self.source_item && self.row_bytes == self.destination_item
+    }
+
+    /// Address of item 0's first piece, checked up to the end of the last item's last.
+    fn base(&self, entry: &BufferEntry, offset: u64, (item, row): (u64, u64)) -> Result<u64> {
+        let last = address::at(entry.address, entry.items().saturating_sub(1), item, offset)?;
+        address::at(last, self.rows - 1, row, self.row_bytes)?;
+        address::at(entry.address, 1, offset, 0)
+    }
 }
 
 /// Sums over the pairs, so that a plan knows its size without walking them.
@@ -71,6 +110,8 @@ pub(crate) struct Totals {
     pub(crate) source_items: u64,
     /// Least number of items over the destination entries.
     pub(crate) destination_items: u64,
+    /// The one kind of item of all pairs; none without pairs or with several kinds.
+    pub(crate) item_kind: Option<ItemKind>,
 }
 
 impl PartialEq for Route {
@@ -113,18 +154,35 @@ impl Route {
 
     fn from_pairs(source: Arc<RankManifest>, destination: Arc<RankManifest>, pairs: Arc<[RoutePair]>) -> Result<Route> {
         let mut totals = Totals { source_items: u64::MAX, destination_items: u64::MAX, ..Totals::default() };
+        let mut lanes = Lanes::default();
         for pair in pairs.iter() {
             let (from, to) = (&source.entries[pair.source_entry], &destination.entries[pair.destination_entry]);
+            let steps = pair.steps(from, to);
+            lanes.sources.push(steps.base(from, pair.source_offset, (steps.source_item, steps.source_row))?);
+            let strides = (steps.destination_item, steps.destination_row);
+            lanes.destinations.push(steps.base(to, pair.destination_offset, strides)?);
             totals.bytes = address::at(totals.bytes, pair.rows, pair.row_bytes, 0)?;
             totals.source_items = totals.source_items.min(from.items());
             totals.destination_items = totals.destination_items.min(to.items());
-            if pair.joins_pages(from, to) {
+            if steps.joins_items() {
                 totals.blocks_per_run += 1;
             } else {
                 totals.blocks_per_page = address::at(totals.blocks_per_page, pair.rows, 1, 0)?;
             }
+            match lanes.groups.last_mut() {
+                Some((same, count)) if *same == steps => *count += 1,
+                _ => lanes.groups.push((steps, 1)),
+            }
         }
-        Ok(Route { source, destination, pairs, totals })
+        totals.item_kind = pairs.first().map(|pair| pair.item_kind);
+        if pairs.iter().any(|pair| Some(pair.item_kind) != totals.item_kind) {
+            totals.item_kind = None;
+        }
+        Ok(Route { source, destination, pairs, lanes: Arc::new(lanes), totals })
+    }
+
+    pub(crate) fn lanes(&self) -> &Lanes {
+        &self.lanes
     }
 
     /// The sending rank.
@@ -166,9 +224,15 @@ impl Route {
 }
 
 impl RoutePair {
-    /// Whether consecutive items are consecutive bytes on both sides.
-    pub(crate) fn joins_pages(&self, from: &BufferEntry, to: &BufferEntry) -> bool {
-        self.rows == 1 && self.row_bytes == from.item_stride && self.row_bytes == to.item_stride
+    fn steps(&self, from: &BufferEntry, to: &BufferEntry) -> Steps {
+        Steps {
+            source_item: from.item_stride,
+            destination_item: to.item_stride,
+            source_row: self.source_row_stride,
+            destination_row: self.destination_row_stride,
+            rows: self.rows,
+            row_bytes: self.row_bytes,
+        }
     }
 
     /// The name by which the two entries were paired.

@@ -47,7 +47,12 @@ impl Runs {
                 "give equally many; trim both to the same number of tokens",
             ));
         }
-        let mut runs: Vec<Run> = Vec::new();
+        if let (Some(from), Some(to)) = (consecutive(source), consecutive(destination)) {
+            let run = Run { source: from, destination: to, count: source.len() as u64 };
+            let last_items = Some((from + run.count - 1, to + run.count - 1));
+            return Ok(Runs { item_kind, runs: Arc::new([run]), page_count: run.count, last_items });
+        }
+        let mut runs: Vec<Run> = Vec::with_capacity(source.len());
         let mut ascending = true;
         for (position, (from, to)) in source.iter().zip(destination).enumerate() {
             let from = usable("source_pages", position, *from)?;
@@ -61,7 +66,7 @@ impl Runs {
             }
         }
         if !ascending {
-            refuse_duplicates(&runs)?;
+            refuse_duplicates(&runs, source.len() as u64)?;
         }
         Ok(Runs::joined(item_kind, runs, source.len() as u64))
     }
@@ -123,6 +128,16 @@ impl Runs {
     }
 }
 
+/// The first item of a list of consecutive usable ones.
+fn consecutive(items: &[i64]) -> Option<u64> {
+    let first = *items.first().filter(|item| **item > 0)?;
+    first.checked_add(items.len() as i64 - 1)?;
+    // Without branches, so that several items are compared at once.
+    let wanted = |position: usize| first.wrapping_add(position as i64);
+    let apart = items.iter().enumerate().fold(0, |apart, (position, item)| apart | (item ^ wanted(position)));
+    (apart == 0).then_some(first as u64)
+}
+
 fn usable(argument: &str, position: usize, page: i64) -> Result<u64> {
     match u64::try_from(page) {
         Ok(0) => Err(PlanError::new(
@@ -145,20 +160,42 @@ fn usable(argument: &str, position: usize, page: i64) -> Result<u64> {
     }
 }
 
-fn refuse_duplicates(runs: &[Run]) -> Result<()> {
-    let mut order: Vec<(u64, u64)> = runs.iter().map(|run| (run.destination, run.destination + run.count)).collect();
-    order.sort_unstable();
-    match order.windows(2).find(|pair| pair[1].0 < pair[0].1) {
+fn refuse_duplicates(runs: &[Run], items: u64) -> Result<()> {
+    let end = runs.iter().map(|run| run.destination + run.count).max().unwrap_or(0);
+    let twice = if end / 64 <= items + 1024 { marked_twice(runs, end) } else { sorted_twice(runs) };
+    match twice {
         None => Ok(()),
-        Some(pair) => Err(PlanError::new(
+        Some(item) => Err(PlanError::new(
             ErrorKind::DuplicateDestination,
             "destination_pages",
-            pair[1].0,
+            item,
             "each page once",
             "two source pages would be written over each other",
             "give each destination page once",
         )),
     }
+}
+
+/// A destination that stands twice, found with a bit an item; for items near 0.
+fn marked_twice(runs: &[Run], end: u64) -> Option<u64> {
+    let mut seen = vec![0u64; end as usize / 64 + 1];
+    for run in runs {
+        for item in run.destination..run.destination + run.count {
+            let (word, bit) = (&mut seen[item as usize / 64], 1 << (item % 64));
+            if *word & bit != 0 {
+                return Some(item);
+            }
+            *word |= bit;
+        }
+    }
+    None
+}
+
+/// The same by sorting, for items of any size.
+fn sorted_twice(runs: &[Run]) -> Option<u64> {
+    let mut order: Vec<(u64, u64)> = runs.iter().map(|run| (run.destination, run.destination + run.count)).collect();
+    order.sort_unstable();
+    order.windows(2).find(|pair| pair[1].0 < pair[0].1).map(|pair| pair[1].0)
 }
 
 #[cfg(test)]
@@ -185,6 +222,10 @@ mod tests {
         assert_eq!(kind(&[-1], &[1]), ErrorKind::PageOutOfRange);
         assert_eq!(kind(&[1, 2, 3], &[5, 6, 5]), ErrorKind::DuplicateDestination);
         assert_eq!(kind(&[1, 2, 9], &[5, 6, 6]), ErrorKind::DuplicateDestination);
+        let far = i64::MAX - 9;
+        assert_eq!(kind(&[1, 2, 3], &[far, 7, far]), ErrorKind::DuplicateDestination);
+        assert_eq!(kind(&[i64::MAX, 2], &[i64::MAX, i64::MAX]), ErrorKind::DuplicateDestination);
+        assert!(Runs::new(&[1, 2], &[far, 7]).is_ok());
     }
 
     #[test]

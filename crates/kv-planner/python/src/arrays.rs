@@ -6,7 +6,8 @@ use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1, PyUntypedArray, PyUntypedAr
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyFloat, PyList, PyTuple};
 
-use crate::errors::to_python;
+use crate::errors::{detached, guarded, to_python};
+use crate::views;
 
 fn refuse(name: &str, expected: &str, got: String) -> PyErr {
     to_python(PlanError::new(
@@ -99,6 +100,44 @@ pub fn reported(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Value> {
     text.map(Value::Text).ok_or_else(|| refuse(name, "an integer, a text or None", describe(value)))
 }
 
+/// Work over fewer items keeps the GIL and reads the array where it lies; giving the GIL
+/// up and a copy would take longer than the work.
+pub const SHORT: usize = 4096;
+
+/// Runs `work` over the indices, tokens or lengths in a 1-D int32 or int64 array of any stride, or a list: in place and
+/// with the GIL where they are fewer than `short`, else over a copy and without it.
+pub fn over_indices<T: Send>(
+    py: Python<'_>,
+    name: &str,
+    value: &Bound<'_, PyAny>,
+    short: usize,
+    work: impl FnOnce(&[i64]) -> kv_planner::Result<T> + Send,
+) -> PyResult<T> {
+    if let Some(items) = views::in_place(value)
+        && items.len() < short
+    {
+        return guarded(|| work(items));
+    }
+    let items = indices(name, value)?;
+    if items.len() < short { guarded(|| work(&items)) } else { detached(py, || work(&items)) }
+}
+
+/// The same over two arrays.
+pub fn over_two<T: Send>(
+    py: Python<'_>,
+    first: (&str, &Bound<'_, PyAny>),
+    second: (&str, &Bound<'_, PyAny>),
+    work: impl FnOnce(&[i64], &[i64]) -> kv_planner::Result<T> + Send,
+) -> PyResult<T> {
+    if let (Some(a), Some(b)) = (views::in_place(first.1), views::in_place(second.1))
+        && a.len() + b.len() < SHORT
+    {
+        return guarded(|| work(a, b));
+    }
+    let (a, b) = (indices(first.0, first.1)?, indices(second.0, second.1)?);
+    if a.len() + b.len() < SHORT { guarded(|| work(&a, &b)) } else { detached(py, || work(&a, &b)) }
+}
+
 /// Indices or lengths: a 1-D int32 or int64 array of any stride, or a list.
 pub fn indices(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
     const EXPECTED: &str = "a 1-D int32 or int64 array";
@@ -123,7 +162,5 @@ pub fn indices(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
 
 /// A read-only numpy array that takes the vector over without a copy.
 pub fn array<T: numpy::Element>(py: Python<'_>, values: Vec<T>) -> PyResult<Py<PyArray1<T>>> {
-    let array = values.into_pyarray(py);
-    array.call_method1("setflags", (false,))?;
-    Ok(array.unbind())
+    Ok(views::read_only(values.into_pyarray(py)).unbind())
 }

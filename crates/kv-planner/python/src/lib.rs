@@ -10,7 +10,9 @@ mod plan;
 mod prefix;
 mod prefix_hash;
 mod prefix_results;
+mod recycle;
 mod steps;
+mod views;
 
 use pyo3::prelude::*;
 
@@ -30,7 +32,7 @@ mod _native {
     #[pymodule_export]
     use crate::prefix::PyPrefixIndex;
     #[pymodule_export]
-    use crate::prefix_hash::page_hashes;
+    use crate::prefix_hash::{page_digests, page_hashes};
     #[pymodule_export]
     use crate::prefix_results::{
         PyEviction, PyInsertResult, PyPrefixCounts, PyPrefixLock, PyPrefixMatch, PyTierCounts,

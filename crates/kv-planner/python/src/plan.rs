@@ -7,8 +7,9 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::agree::{PyRoute, slice_of};
-use crate::arrays::{array, count, indices, optional_count};
+use crate::arrays::{array, count, optional_count, over_two};
 use crate::errors::{OrRaise, detached, guarded};
+use crate::recycle;
 
 type Columns<'py> = (Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>);
 
@@ -39,10 +40,9 @@ impl PyRuns {
         destination_pages: &Bound<'_, PyAny>,
         item_kind: &str,
     ) -> PyResult<Self> {
-        let source = indices("source_pages", source_pages)?;
-        let destination = indices("destination_pages", destination_pages)?;
         let kind = ItemKind::parse(item_kind).or_raise()?;
-        Ok(PyRuns(detached(py, || Runs::of_kind(&source, &destination, kind))?))
+        let (source, destination) = (("source_pages", source_pages), ("destination_pages", destination_pages));
+        Ok(PyRuns(over_two(py, source, destination, |source, destination| Runs::of_kind(source, destination, kind))?))
     }
 
     #[getter]
@@ -307,6 +307,9 @@ impl PyLoweredPlan {
     }
 }
 
+/// Fewer blocks are made faster than the GIL changes hands.
+const KEEPS_GIL: u64 = 2048;
+
 /// Turns a plan into batches of blocks within an engine's limits. The only place that sums addresses.
 ///
 /// Blocks come pair by pair, then run by run. Consecutive pages are one block where they are consecutive bytes on both
@@ -322,14 +325,17 @@ impl PyLoweredPlan {
 #[pyo3(signature = (plan, capabilities=None))]
 pub fn lower(py: Python<'_>, plan: &PyPlan, capabilities: Option<&PyCapabilities>) -> PyResult<PyLoweredPlan> {
     let capabilities = capabilities.map_or(Capabilities::default(), |given| given.0);
-    let LoweredPlan { batches, block_count, total_bytes } = detached(py, || kv_planner::lower(&plan.0, &capabilities))?;
+    let work = || kv_planner::lower_into(&plan.0, &capabilities, recycle::column);
+    let few = plan.0.block_count() < KEEPS_GIL
+        && kv_planner::lower::count(&plan.0, &capabilities).is_ok_and(|blocks| blocks < KEEPS_GIL);
+    let LoweredPlan { batches, block_count, total_bytes } = if few { guarded(work)? } else { detached(py, work)? };
     let batches: PyResult<Vec<PyBatch>> = batches
         .into_iter()
         .map(|batch| {
             Ok(PyBatch {
-                source: array(py, batch.source)?,
-                destination: array(py, batch.destination)?,
-                nbytes: array(py, batch.nbytes)?,
+                source: recycle::array(py, batch.source)?,
+                destination: recycle::array(py, batch.destination)?,
+                nbytes: recycle::array(py, batch.nbytes)?,
             })
         })
         .collect();

@@ -4,7 +4,7 @@ use kv_planner::{EvictOptions, Namespace, NodeId, PrefixIndex, Tier};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 
-use crate::arrays::{array, count, count_or, indices, optional_count};
+use crate::arrays::{array, count, count_or, indices, optional_count, over_indices};
 use crate::errors::{detached, guarded};
 use crate::prefix_hash::{Names, namespace as read_namespace};
 use crate::prefix_results::{PyEviction, PyInsertResult, PyPrefixCounts, PyPrefixLock, PyPrefixMatch};
@@ -48,6 +48,12 @@ impl PyPrefixIndex {
         let namespace = read_namespace(namespace)?;
         let inserted = detached(py, || self.0.insert(&tokens, &pages, &namespace, tier))?;
         Ok(PyInsertResult { inserted, page_size: self.0.page_size() })
+    }
+
+    /// Matches of fewer tokens are read in place: a page costs 0.2 µs. Not while another thread is
+    /// in the index, which would make this one wait with the GIL.
+    fn short(&self) -> usize {
+        if self.0.is_busy() { 0 } else { 1 << 18 }
     }
 
     fn attach(&self, py: Python<'_>, tier: Tier, nodes: &Bound<'_, PyAny>, pages: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -117,9 +123,9 @@ impl PyPrefixIndex {
         namespace: Option<&Bound<'_, PyAny>>,
         max_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<PyPrefixMatch> {
-        let (tokens, limit) = (indices("tokens", tokens)?, optional_count("max_tokens", max_tokens)?);
-        let namespace = read_namespace(namespace)?;
-        Ok(PyPrefixMatch(detached(py, || self.0.find(&tokens, &namespace, limit))?))
+        let (limit, namespace) = (optional_count("max_tokens", max_tokens)?, read_namespace(namespace)?);
+        let work = |tokens: &[i64]| self.0.find(tokens, &namespace, limit);
+        Ok(PyPrefixMatch(over_indices(py, "tokens", tokens, self.short(), work)?))
     }
 
     /// Matches and locks in one step, so that no other thread evicts in between.
@@ -139,9 +145,9 @@ impl PyPrefixIndex {
         namespace: Option<&Bound<'_, PyAny>>,
         max_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<(PyPrefixMatch, PyPrefixLock)> {
-        let (tokens, limit) = (indices("tokens", tokens)?, optional_count("max_tokens", max_tokens)?);
-        let namespace = read_namespace(namespace)?;
-        let (found, lock) = detached(py, || self.0.find_locked(&tokens, &namespace, limit))?;
+        let (limit, namespace) = (optional_count("max_tokens", max_tokens)?, read_namespace(namespace)?);
+        let work = |tokens: &[i64]| self.0.find_locked(tokens, &namespace, limit);
+        let (found, lock) = over_indices(py, "tokens", tokens, self.short(), work)?;
         Ok((PyPrefixMatch(found), PyPrefixLock(lock)))
     }
 

@@ -2,11 +2,12 @@
 //! not own the chain's rule.
 
 use kv_planner::{ErrorKind, Namespace, PlanError};
+use numpy::PyArray1;
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyString, PyTuple};
 
-use crate::arrays::{count, indices, refuse_value};
-use crate::errors::{detached, to_python};
+use crate::arrays::{array, count, over_indices, refuse_value};
+use crate::errors::to_python;
 
 /// Extra key and salt.
 pub type Names = (Option<String>, Option<String>);
@@ -67,7 +68,42 @@ pub fn page_hashes<'py>(
     prior: Option<&Bound<'py, PyAny>>,
     partial: bool,
 ) -> PyResult<Bound<'py, PyTuple>> {
-    let tokens = indices("tokens", tokens)?;
+    let digests = chain(py, tokens, page_size, namespace, prior, partial)?;
+    let mut text = [0; 64];
+    let texts: Vec<_> = digests.iter().map(|digest| PyString::new(py, hex(digest, &mut text))).collect();
+    PyTuple::new(py, texts)
+}
+
+/// Returns what `page_hashes` returns, as bytes; takes the same arguments and raises the same.
+///
+/// Returns:
+///     Shape: [pages, 32]; dtype uint8; read-only. A row in hexadecimal is the text of `page_hashes`.
+#[pyfunction]
+#[pyo3(
+    signature = (tokens, page_size, *, namespace=None, prior=None, partial=false),
+    text_signature = "(tokens, page_size, *, namespace=None, prior=None, partial=False)"
+)]
+pub fn page_digests<'py>(
+    py: Python<'py>,
+    tokens: &Bound<'py, PyAny>,
+    page_size: &Bound<'py, PyAny>,
+    namespace: Option<&Bound<'py, PyAny>>,
+    prior: Option<&Bound<'py, PyAny>>,
+    partial: bool,
+) -> PyResult<Bound<'py, PyAny>> {
+    let digests = chain(py, tokens, page_size, namespace, prior, partial)?;
+    let flat: Py<PyArray1<u8>> = array(py, digests.into_flattened())?;
+    flat.bind(py).call_method1("reshape", ((-1isize, 32),))
+}
+
+fn chain(
+    py: Python<'_>,
+    tokens: &Bound<'_, PyAny>,
+    page_size: &Bound<'_, PyAny>,
+    namespace: Option<&Bound<'_, PyAny>>,
+    prior: Option<&Bound<'_, PyAny>>,
+    partial: bool,
+) -> PyResult<Vec<[u8; 32]>> {
     let page_size = count("page_size", page_size)?;
     let seed = self::namespace(namespace)?.seed();
     let prior = match prior {
@@ -88,7 +124,14 @@ pub fn page_hashes<'py>(
             Some(parsed.ok_or_else(|| refuse_value("prior", "64 hexadecimal digits", given))?)
         }
     };
-    let digests = detached(py, || kv_planner::page_hashes(&tokens, page_size, prior, partial))?;
-    let hex = |digest: [u8; 32]| -> String { digest.iter().map(|byte| format!("{byte:02x}")).collect() };
-    PyTuple::new(py, digests.into_iter().map(hex).collect::<Vec<_>>())
+    let work = |tokens: &[i64]| kv_planner::page_hashes(tokens, page_size, prior, partial);
+    over_indices(py, "tokens", tokens, 1 << 18, work)
+}
+
+fn hex<'a>(digest: &[u8; 32], text: &'a mut [u8; 64]) -> &'a str {
+    const DIGITS: &[u8; 16] = b"0123456789abcdef";
+    for (two, byte) in text.chunks_exact_mut(2).zip(digest) {
+        two.copy_from_slice(&[DIGITS[usize::from(byte >> 4)], DIGITS[usize::from(byte & 15)]]);
+    }
+    std::str::from_utf8(text).unwrap_or_default()
 }

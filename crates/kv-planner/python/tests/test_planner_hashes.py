@@ -117,3 +117,10 @@ def test_another_process_with_another_hash_seed_agrees() -> None:
 def test_refusals(arguments: dict[str, Any], kind: type[kp.PlanError]) -> None:
     with pytest.raises(kind):
         kp.page_hashes(**{"tokens": [1, 2], "page_size": 2, **arguments})
+
+
+@given(st.lists(st.integers(0, 2**40), max_size=12), st.integers(1, 5), st.booleans())
+def test_digests_are_the_hashes_as_bytes(tokens: list[int], page_size: int, partial: bool) -> None:
+    digests = kp.page_digests(np.array(tokens, np.int64), page_size, partial=partial)
+    assert digests.dtype == np.uint8 and digests.shape[1] == 32 and not digests.flags.writeable
+    assert tuple(row.tobytes().hex() for row in digests) == kp.page_hashes(tokens, page_size, partial=partial)

@@ -50,27 +50,31 @@ pub fn page_hashes(tokens: &[i64], page_size: u64, prior: Option<[u8; 32]>, part
     let page_size = usable_page_size(page_size)?;
     let whole = tokens.len() / page_size * page_size;
     let hashed = if partial { tokens } else { &tokens[..whole] };
-    check_tokens(hashed)?;
     let mut parent = prior;
-    let mut words = Vec::new();
-    let digest_page = |page: &[i64]| {
-        words.clear();
-        if page.iter().any(|token| u32::try_from(*token).is_err()) {
-            words.push(WIDE_TAG);
-            page.iter().for_each(|token| words.extend_from_slice(&token.to_le_bytes()));
-        } else {
-            page.iter().for_each(|token| words.extend_from_slice(&(*token as u32).to_le_bytes()));
-        }
+    let mut text = vec![0u8; 32 + page_size.min(hashed.len()) * 4];
+    let digest_page = |(position, page): (usize, &[i64])| {
         let mut state = Sha256::new();
-        if let Some(parent) = parent {
-            state.update(parent);
+        let bits = page.iter().fold(0, |bits, token| bits | token);
+        if bits < 0 {
+            check_tokens(&hashed[..position * page_size + page.len()])?;
         }
-        state.update(&words);
+        if bits >> 32 == 0 {
+            // Parent and page as one piece of text, which the digest takes without a copy.
+            let (above, words) = text[..32 + page.len() * 4].split_at_mut(32);
+            let each = words.chunks_exact_mut(4).zip(page);
+            each.for_each(|(word, token)| word.copy_from_slice(&(*token as u32).to_le_bytes()));
+            above.copy_from_slice(&parent.unwrap_or_default());
+            state.update(&text[if parent.is_some() { 0 } else { 32 }..32 + page.len() * 4]);
+        } else {
+            state.update(parent.as_ref().map_or(&[][..], |parent| parent));
+            state.update([WIDE_TAG]);
+            page.iter().for_each(|token| state.update(token.to_le_bytes()));
+        }
         let digest: [u8; 32] = state.finalize().into();
         parent = Some(digest);
-        digest
+        Ok(digest)
     };
-    Ok(hashed.chunks(page_size).map(digest_page).collect())
+    hashed.chunks(page_size).enumerate().map(digest_page).collect()
 }
 
 /// A page size of 1 or more, as an index.
@@ -89,6 +93,9 @@ pub(super) fn usable_page_size(page_size: u64) -> Result<usize> {
 
 /// Refuses negative ids: placeholders of drafts never name content.
 pub(super) fn check_tokens(tokens: &[i64]) -> Result<()> {
+    if tokens.iter().fold(0, |all, token| all | token) >= 0 {
+        return Ok(());
+    }
     match tokens.iter().position(|token| *token < 0) {
         None => Ok(()),
         Some(position) => Err(PlanError::new(

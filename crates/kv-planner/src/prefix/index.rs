@@ -3,7 +3,7 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
 use super::account::PrefixCounts;
 use super::evict::{EvictOptions, Eviction};
@@ -48,6 +48,11 @@ impl PrefixIndex {
     /// the lock; `counts` tells whether a defect in between left the books uneven.
     fn tree(&self) -> MutexGuard<'_, Tree> {
         self.tree.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether a call is under way in another thread, so that the next one waits.
+    pub fn is_busy(&self) -> bool {
+        matches!(self.tree.try_lock(), Err(TryLockError::WouldBlock))
     }
 
     /// Tokens of a page.

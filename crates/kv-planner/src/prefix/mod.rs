@@ -14,6 +14,7 @@ mod node;
 mod pin;
 #[cfg(test)]
 mod tests;
+mod texts;
 mod tree;
 mod walk;
 

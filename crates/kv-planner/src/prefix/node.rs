@@ -1,5 +1,5 @@
-//! Owns what a page node is: its names, tokens and pages. It does not own the
-//! links between nodes, which the tree keeps.
+//! Owns what a page node is: its names and pages. It does not own its tokens, nor
+//! the links between nodes, which the tree keeps.
 
 /// Where a page can be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -52,36 +52,6 @@ pub(super) const ABSENT: u32 = 0;
 /// No node.
 pub(super) const NONE: u32 = u32::MAX;
 
-/// Tokens of one page, as narrow as they allow.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum PageTokens {
-    Narrow(Box<[u32]>),
-    Wide(Box<[i64]>),
-}
-
-impl PageTokens {
-    pub fn new(tokens: &[i64]) -> PageTokens {
-        let narrow: Option<Box<[u32]>> = tokens.iter().map(|token| u32::try_from(*token).ok()).collect();
-        narrow.map_or_else(|| PageTokens::Wide(tokens.into()), PageTokens::Narrow)
-    }
-
-    pub fn equal(&self, tokens: &[i64]) -> bool {
-        match self {
-            PageTokens::Narrow(own) => {
-                own.len() == tokens.len() && own.iter().zip(tokens).all(|(own, token)| i64::from(*own) == *token)
-            }
-            PageTokens::Wide(own) => **own == *tokens,
-        }
-    }
-
-    pub fn append_to(&self, tokens: &mut Vec<i64>) {
-        match self {
-            PageTokens::Narrow(own) => tokens.extend(own.iter().map(|token| i64::from(*token))),
-            PageTokens::Wide(own) => tokens.extend_from_slice(own),
-        }
-    }
-}
-
 /// One page of tokens below its parent. A root has depth 0, no tokens and no
 /// pages, and counts as present in every tier.
 #[derive(Debug)]
@@ -92,10 +62,9 @@ pub(super) struct Node {
     pub depth: u32,
     /// Order of creation: a parent's is smaller than its children's.
     pub serial: u64,
-    /// Key among all nodes, and the next node with the same key.
+    /// Key of the page and all above it, and the next node with the same key.
     pub key: u64,
     pub twin: u32,
-    pub tokens: PageTokens,
     pub pages: [u32; 2],
     /// Children in any tier.
     pub children: u32,

@@ -6,7 +6,8 @@ use std::hash::{BuildHasher, BuildHasherDefault, Hasher, RandomState};
 
 use super::account::Books;
 use super::hash::{Namespace, usable_page_size};
-use super::node::{ABSENT, NONE, Node, NodeId, PageTokens, Tier};
+use super::node::{ABSENT, NONE, Node, NodeId, Tier};
+use super::texts::Texts;
 use crate::error::{ErrorKind, PlanError, Result};
 
 /// The key is a hash already.
@@ -27,27 +28,36 @@ impl Hasher for Identity {
     }
 }
 
-/// Hash of a page below its parent: fast, seeded per index, and never trusted
-/// without a comparison of the tokens.
-pub(super) type PageKey = fn(seed: u64, parent: u32, tokens: &[i64]) -> u64;
+/// Hash of a page and of the key above it: fast, seeded per index, and never trusted
+/// without a comparison of the tokens. Keys follow from tokens alone, so those of many
+/// pages are known before the first node is looked at.
+pub(super) type PageKey = fn(seed: u64, above: u64, tokens: &[i64]) -> u64;
+
+const ODD: u64 = 0x9e37_79b9_7f4a_7c15;
+const SECOND: u64 = 0xd6e8_feb8_6659_fd93;
 
 fn fold(a: u64, b: u64) -> u64 {
     let product = u128::from(a) * u128::from(b);
     (product as u64) ^ ((product >> 64) as u64)
 }
 
-fn page_key(seed: u64, parent: u32, tokens: &[i64]) -> u64 {
-    const ODD: u64 = 0x9e37_79b9_7f4a_7c15;
-    const SECOND: u64 = 0xd6e8_feb8_6659_fd93;
-    let mut state = fold(seed ^ u64::from(parent), ODD);
-    let mut pairs = tokens.chunks_exact(2);
-    for pair in &mut pairs {
-        state = fold(state ^ (pair[0] as u64).rotate_left(32), (pair[1] as u64) ^ SECOND) ^ state.rotate_left(23);
+/// Four lanes, so that four products are under way at once.
+fn page_key(seed: u64, above: u64, tokens: &[i64]) -> u64 {
+    let mix = |state: u64, first: i64, second: i64| {
+        fold(state ^ (first as u64).rotate_left(32), (second as u64) ^ SECOND) ^ state.rotate_left(23)
+    };
+    let mut lanes = [seed, seed ^ ODD, seed ^ SECOND, seed.rotate_left(32)];
+    let mut eights = tokens.chunks_exact(8);
+    for eight in &mut eights {
+        for (lane, state) in lanes.iter_mut().enumerate() {
+            *state = mix(*state, eight[2 * lane], eight[2 * lane + 1]);
+        }
     }
-    for token in pairs.remainder() {
-        state = fold(state ^ (*token as u64), SECOND) ^ state.rotate_left(23);
+    for (position, token) in eights.remainder().iter().enumerate() {
+        lanes[position % 4] = mix(lanes[position % 4], *token, 0);
     }
-    fold(state ^ ODD, seed | 1)
+    let page = fold(lanes[0] ^ ODD, lanes[1] | 1) ^ fold(lanes[2] ^ SECOND, lanes[3] | 1);
+    fold(page ^ above.rotate_left(17), (above ^ seed) | 1) ^ page.rotate_left(29)
 }
 
 /// Page nodes below one root a namespace.
@@ -66,6 +76,7 @@ pub(super) struct Tree {
     roots: HashMap<Namespace, u32>,
     root_names: HashMap<u32, Namespace>,
     nodes: Vec<Node>,
+    texts: Texts,
     free: Vec<u32>,
     by_key: HashMap<u64, u32, BuildHasherDefault<Identity>>,
     key: PageKey,
@@ -76,8 +87,9 @@ pub(super) struct Tree {
 
 impl Tree {
     pub fn new(page_size: u64, device_pages: u64, host_pages: u64) -> Result<Tree> {
+        let page_size = usable_page_size(page_size)?;
         Ok(Tree {
-            page_size: usable_page_size(page_size)?,
+            page_size,
             books: [Books::new(Tier::Device, device_pages)?, Books::new(Tier::Host, host_pages)?],
             unbacked: BTreeSet::new(),
             pins: super::pin::Pins::default(),
@@ -85,6 +97,7 @@ impl Tree {
             roots: HashMap::new(),
             root_names: HashMap::new(),
             nodes: Vec::new(),
+            texts: Texts::new(page_size),
             free: Vec::new(),
             by_key: HashMap::default(),
             key: page_key,
@@ -150,16 +163,27 @@ impl Tree {
             slots.push(self.node(slots[slots.len() - 1]).parent);
         }
         let mut tokens = Vec::with_capacity(slots.len() * self.page_size);
-        slots.iter().rev().for_each(|slot| self.node(*slot).tokens.append_to(&mut tokens));
+        slots.iter().rev().for_each(|slot| self.texts.append_to(*slot, &mut tokens));
         let root = self.node(slots[slots.len() - 1]).parent;
         (tokens, self.root_names[&root].clone())
     }
 
-    pub fn child(&self, parent: u32, tokens: &[i64]) -> Option<u32> {
-        let mut next = self.by_key.get(&(self.key)(self.seed, parent, tokens)).copied();
+    /// Key of a page below the page of key `above`.
+    pub fn key(&self, above: u64, tokens: &[i64]) -> u64 {
+        (self.key)(self.seed, above, tokens)
+    }
+
+    /// The first node of a key.
+    pub fn head(&self, key: u64) -> Option<u32> {
+        self.by_key.get(&key).copied()
+    }
+
+    /// The node of a page below its parent, among the nodes of its key.
+    pub fn child_among(&self, head: Option<u32>, parent: u32, tokens: &[i64]) -> Option<u32> {
+        let mut next = head;
         while let Some(slot) = next {
             let node = self.node(slot);
-            if node.parent == parent && node.tokens.equal(tokens) {
+            if node.parent == parent && self.texts.equal(slot, tokens) {
                 return Some(slot);
             }
             next = Some(node.twin).filter(|twin| *twin != NONE);
@@ -171,18 +195,17 @@ impl Tree {
         if let Some(slot) = self.root(namespace) {
             return slot;
         }
-        let slot = self.place(NONE, 0, 0, PageTokens::new(&[]));
+        let key = fold(self.seed ^ SECOND, self.serials ^ ODD);
+        let slot = self.place(NONE, 0, key, &[]);
         self.roots.insert(namespace.clone(), slot);
         self.root_names.insert(slot, namespace.clone());
         slot
     }
 
-    pub fn child_or_new(&mut self, parent: u32, tokens: &[i64]) -> u32 {
-        if let Some(slot) = self.child(parent, tokens) {
-            return slot;
-        }
-        let key = (self.key)(self.seed, parent, tokens);
-        let slot = self.place(parent, self.node(parent).depth + 1, key, PageTokens::new(tokens));
+    /// A new node of a page that its parent does not have yet.
+    pub fn new_child(&mut self, parent: u32, tokens: &[i64]) -> u32 {
+        let key = self.key(self.node(parent).key, tokens);
+        let slot = self.place(parent, self.node(parent).depth + 1, key, tokens);
         let twin = self.by_key.insert(key, slot).unwrap_or(NONE);
         self.nodes[slot as usize].twin = twin;
         self.nodes[parent as usize].children += 1;
@@ -190,7 +213,7 @@ impl Tree {
         slot
     }
 
-    fn place(&mut self, parent: u32, depth: u32, key: u64, tokens: PageTokens) -> u32 {
+    fn place(&mut self, parent: u32, depth: u32, key: u64, tokens: &[i64]) -> u32 {
         self.serials += 1;
         let mut node = Node {
             generation: 0,
@@ -199,7 +222,6 @@ impl Tree {
             serial: self.serials,
             key,
             twin: NONE,
-            tokens,
             pages: [ABSENT; 2],
             children: 0,
             present_children: [0; 2],
@@ -207,7 +229,7 @@ impl Tree {
             uses: 0,
             last_used: self.clock,
         };
-        match self.free.pop() {
+        let slot = match self.free.pop() {
             Some(slot) => {
                 node.generation = self.nodes[slot as usize].generation + 1;
                 self.nodes[slot as usize] = node;
@@ -217,7 +239,9 @@ impl Tree {
                 self.nodes.push(node);
                 (self.nodes.len() - 1) as u32
             }
-        }
+        };
+        self.texts.set(slot, tokens);
+        slot
     }
 
     /// Changes a node and keeps every book right.
@@ -299,7 +323,6 @@ impl Tree {
     fn recycle(&mut self, slot: u32) {
         let node = &mut self.nodes[slot as usize];
         node.parent = NONE;
-        node.tokens = PageTokens::new(&[]);
         if node.generation < i32::MAX as u32 {
             self.free.push(slot);
         }

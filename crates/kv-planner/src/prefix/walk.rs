@@ -63,17 +63,29 @@ pub struct Inserted {
     pub shared: Vec<i64>,
 }
 
+/// Pages that a walk looks up at once.
+const AHEAD: usize = 16;
+
 impl Tree {
-    /// Slots of the longest prefix of whole pages.
+    /// Slots of the longest prefix of whole pages. Keys and their nodes are looked up some
+    /// pages ahead, because memory answers several questions in the time of one.
     fn walk(&self, tokens: &[i64], namespace: &Namespace) -> Vec<u32> {
         let mut slots = Vec::new();
         let Some(mut parent) = self.root(namespace) else { return slots };
-        for page in tokens.chunks_exact(self.page_size) {
-            match self.child(parent, page) {
-                Some(slot) => slots.push(slot),
-                None => break,
+        let mut above = self.node(parent).key;
+        let mut heads = [None; AHEAD];
+        for some in tokens.chunks(AHEAD * self.page_size) {
+            let mut keys = [0; AHEAD];
+            for (key, page) in keys.iter_mut().zip(some.chunks_exact(self.page_size)) {
+                above = self.key(above, page);
+                *key = above;
             }
-            parent = slots[slots.len() - 1];
+            heads.iter_mut().zip(keys).for_each(|(head, key)| *head = self.head(key));
+            for (head, page) in heads.iter().zip(some.chunks_exact(self.page_size)) {
+                let Some(slot) = self.child_among(*head, parent, page) else { return slots };
+                slots.push(slot);
+                parent = slot;
+            }
         }
         slots
     }
@@ -137,7 +149,7 @@ impl Tree {
         for (position, (given, text)) in pages.iter().zip(tokens.chunks_exact(self.page_size)).enumerate() {
             let slot = match known.get(position) {
                 Some(slot) => *slot,
-                None => self.child_or_new(parent, text),
+                None => self.new_child(parent, text),
             };
             self.touch(slot, now);
             self.count_use(slot);

@@ -46,6 +46,7 @@ __all__ = [
     "kv_lengths",
     "lower",
     "page_count",
+    "page_digests",
     "page_hashes",
     "select_index",
     "split_heads",
@@ -515,3 +516,11 @@ def page_hashes(
     prior: str | None = None,
     partial: bool = False,
 ) -> tuple[str, ...]: ...
+def page_digests(
+    tokens: _Indices,
+    page_size: int,
+    *,
+    namespace: _Namespace = None,
+    prior: str | None = None,
+    partial: bool = False,
+) -> npt.NDArray[np.uint8]: ...
