@@ -125,6 +125,20 @@ def test_device_to_pinned_host_arrives_at_the_wait_and_is_poison_before() -> Non
     assert host.tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("part", [slice(0, 4), slice(2, 4)])
+def test_copies_into_the_same_host_memory_end_with_the_last_one(part: slice) -> None:
+    first, second = torch.arange(4.0, device="npu"), torch.full((4,), 7.0, device="npu")
+    host = torch.zeros(4).pin_memory()
+    host.copy_(first, non_blocking=True)
+    between = torch_npu.npu.Event()
+    between.record()
+    host[part].copy_(second[part], non_blocking=True)
+    between.synchronize()
+    assert host[part].isnan().all() and host[: part.start].tolist() == [0.0, 1.0][: part.start]
+    torch_npu.npu.synchronize()
+    assert host[part].tolist() == [7.0] * (part.stop - part.start)
+
+
 def test_a_wait_that_does_not_cover_the_copy_does_not_deliver_it() -> None:
     device, host = torch.tensor([1.0, 2.0]).to("npu"), pinned(8, 9)
     before = torch_npu.npu.Event()

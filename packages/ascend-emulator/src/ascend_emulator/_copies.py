@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 
@@ -159,17 +160,45 @@ def _staged(target: torch.Tensor, source: torch.Tensor, staging: list[torch.Tens
     return read
 
 
-def _delivery(target: torch.Tensor, staging: list[torch.Tensor]) -> Callable[[], None]:
-    name = _describe("device to host", target)
+class _Delivery:
+    """What a copy to the host will write, once the host has waited for it; poison until then.
 
-    def deliver() -> None:
-        if not staging:  # the work was dropped
+    A later copy into the same memory keeps its part poisoned when this one is delivered.
+    """
+
+    _pending: ClassVar[WeakSet[_Delivery]] = WeakSet()
+
+    def __init__(self, target: torch.Tensor, staging: list[torch.Tensor]) -> None:
+        self.target, self.staging, self.name = target, staging, _describe("device to host", target)
+        self.later: list[_Delivery] = []
+        for earlier in self._pending:
+            if _overlap(earlier.target, target):
+                earlier.later.append(self)
+        self._pending.add(self)
+
+    def __call__(self) -> None:
+        self._pending.discard(self)
+        if not self.staging:  # the work was dropped
             return
-        if not _poisoned(target):
-            raise HostRaceError("destination", name)
-        target.copy_(staging.pop(0))
+        if not _poisoned(self.target):
+            raise HostRaceError("destination", self.name)
+        self.target.copy_(self.staging.pop(0))
+        for other in self.later:
+            if other in self._pending:
+                _poison(other.target)
 
-    return deliver
+
+def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    (start, end), (begin, stop) = _span(first), _span(second)
+    return start < stop and begin < end
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and one past the last byte."""
+    if not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _to_host(queue: StreamQueue, target: torch.Tensor, source: torch.Tensor, accesses: array[int]) -> None:
@@ -180,7 +209,7 @@ def _to_host(queue: StreamQueue, target: torch.Tensor, source: torch.Tensor, acc
         scheduler.submit(queue, work)
         scheduler.progress(queue)
         _poison(target)
-        scheduler.deliver_later(queue, work.ticket, _delivery(target, staging))
+        scheduler.deliver_later(queue, work.ticket, _Delivery(target, staging))
 
 
 def _capture_to_host(
@@ -190,7 +219,7 @@ def _capture_to_host(
 
     def issue(queue: StreamQueue, ticket: int) -> None:
         _poison(target)
-        scheduler.deliver_later(queue, ticket, _delivery(target, staging))
+        scheduler.deliver_later(queue, ticket, _Delivery(target, staging))
 
     graph.add(HostCopy("device to host copy", _staged(target, source, staging), issue, accesses), queue)
     _poison(target)  # a capture computes nothing: what a reader finds here before the first replay is no result
