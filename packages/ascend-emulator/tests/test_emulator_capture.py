@@ -217,6 +217,7 @@ def test_wrong_shapes_are_refused_at_capture() -> None:
 
 
 def test_a_graph_on_the_second_device() -> None:
+    torch_npu.npu.graph(torch_npu.npu.NPUGraph())  # makes the process's capture stream, on the device current then
     torch_npu.npu.set_device(1)
     try:
         source, out = torch.ones(3, device="npu"), []

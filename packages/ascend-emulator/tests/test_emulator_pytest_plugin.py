@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from ascend_emulator._build import cache_root
 
 pytest_plugins = ["pytester"]
+CACHE = cache_root().parent  # pytester has a home of its own, where everything would be built again
+
+
+@pytest.fixture(autouse=True)
+def built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(CACHE))
+
 
 _TEST = """
 import sys
@@ -36,9 +44,115 @@ def test_devices():
     )
     result = pytester.runpytest_subprocess("-p", "no:randomly")
     result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines(["ascend_emulator: torch 2.*, torch_npu 2.*, 3 emulated devices, * operators"])
+    result.stdout.fnmatch_lines(["ascend_emulator: torch 2.*, torch_npu 2.*, 3 emulated devices, * operators, order checked"])
 
 
 def test_option_is_known(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_subprocess("--help")
     result.stdout.fnmatch_lines(["*--ascend-emulator*run torch_npu on emulated devices*"])
+
+
+_RACES = """
+import pytest
+import torch
+import torch_npu
+
+def race():
+    x = torch.zeros(4, device="npu")
+    side = torch_npu.npu.Stream()
+    with torch_npu.npu.stream(side):
+        x.add_(1)
+
+def late_race():
+    \"\"\"A race that the test itself never waits for.\"\"\"
+    event, x = torch_npu.npu.ExternalEvent(), torch.zeros(4, device="npu")
+    waiting, other = torch_npu.npu.Stream(), torch_npu.npu.Stream()
+    torch_npu.npu.synchronize()
+    event.wait(waiting)
+    with torch_npu.npu.stream(waiting):
+        x.add_(1)
+    with torch_npu.npu.stream(torch_npu.npu.Stream()):
+        x.add_(1)
+    event.record(other)
+"""
+
+
+def run(pytester: pytest.Pytester, code: str, *options: str, ini: str = "") -> pytest.RunResult:
+    pytester.makeini(f"[pytest]\nascend_emulator = true\naddopts = --strict-markers\n{ini}")
+    pytester.makepyfile(_RACES + code)
+    return pytester.runpytest_subprocess("-p", "no:randomly", *options)
+
+
+def test_races_fail_a_test_even_when_it_does_not_wait(pytester: pytest.Pytester) -> None:
+    code = """
+def test_race():
+    race()
+
+def test_late_race():
+    late_race()
+
+def test_after_them():
+    assert (torch.ones(2, device="npu") + 1).tolist() == [2, 2]
+"""
+    result = run(pytester, code)
+    result.assert_outcomes(passed=1, failed=2)
+    result.stdout.fnmatch_lines(["ascend_emulator: * order checked", "*RaceError: race on 16 bytes*aten::add_*"])
+
+
+@pytest.mark.parametrize("way", ["--ascend-emulator-no-order", "ini", "mark"])
+def test_the_order_need_not_be_checked(pytester: pytest.Pytester, way: str) -> None:
+    mark = "@pytest.mark.npu(check_order=False)" if way == "mark" else ""
+    code = f"""
+{mark}
+def test_race():
+    race()
+    late_race()
+"""
+    options = [way] if way.startswith("--") else []
+    result = run(pytester, code, *options, ini="ascend_emulator_order = false" if way == "ini" else "")
+    result.assert_outcomes(passed=1)
+    said = "order checked" if way == "mark" else "order not checked"
+    result.stdout.fnmatch_lines([f"ascend_emulator: *, {said}"])
+
+
+def test_the_mark_seeds_and_asks_for_devices(pytester: pytest.Pytester) -> None:
+    code = """
+drawn = []
+
+@pytest.mark.npu(devices=2, seed=7)
+@pytest.mark.parametrize("turn", range(2))
+def test_seed(turn):
+    drawn.append(torch.cat([torch.rand(4), *(torch.rand(4, device=f"npu:{i}").cpu() for i in range(2))]))
+    assert torch.equal(drawn[0], drawn[turn])
+    assert drawn[0].unique().numel() > 4
+
+@pytest.mark.npu(devices=3)
+def test_devices():
+    pass
+
+@pytest.mark.npu(chips=3)
+def test_typing_error():
+    pass
+"""
+    result = run(pytester, code)
+    result.assert_outcomes(passed=2, failed=2)
+    result.stdout.fnmatch_lines(["*devices=3*the emulator has 2; set ascend_emulator_devices*", "*unexpected*chips*"])
+
+
+def test_a_test_that_leaves_a_stream_waiting_fails_and_the_next_one_is_not_disturbed(
+    pytester: pytest.Pytester,
+) -> None:
+    code = """
+import ascend_emulator
+
+def test_waits_for_ever():
+    ascend_emulator.install(wait_seconds=0.1)
+    event = torch_npu.npu.ExternalEvent()
+    event.wait(torch_npu.npu.current_stream())
+
+def test_next():
+    assert torch.ones(2, device="npu").sum().item() == 2
+"""
+    result = run(pytester, code)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*DeadlockError*external event*"])
