@@ -44,7 +44,9 @@ def test_devices():
     )
     result = pytester.runpytest_subprocess("-p", "no:randomly")
     result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines(["ascend_emulator: torch 2.*, torch_npu 2.*, 3 emulated devices, * operators, order checked"])
+    result.stdout.fnmatch_lines(
+        ["ascend_emulator: torch 2.*, torch_npu 2.*, 3 emulated devices, * operators, order checked"]
+    )
 
 
 def test_option_is_known(pytester: pytest.Pytester) -> None:
@@ -77,14 +79,11 @@ def late_race():
 """
 
 
-def run(pytester: pytest.Pytester, code: str, *options: str, ini: str = "") -> pytest.RunResult:
-    pytester.makeini(f"[pytest]\nascend_emulator = true\naddopts = --strict-markers\n{ini}")
-    pytester.makepyfile(_RACES + code)
-    return pytester.runpytest_subprocess("-p", "no:randomly", *options)
+_MARKED = """
+import ascend_emulator
 
+drawn = []
 
-def test_races_fail_a_test_even_when_it_does_not_wait(pytester: pytest.Pytester) -> None:
-    code = """
 def test_race():
     race()
 
@@ -93,38 +92,18 @@ def test_late_race():
 
 def test_after_them():
     assert (torch.ones(2, device="npu") + 1).tolist() == [2, 2]
-"""
-    result = run(pytester, code)
-    result.assert_outcomes(passed=1, failed=2)
-    result.stdout.fnmatch_lines(["ascend_emulator: * order checked", "*RaceError: race on 16 bytes*aten::add_*"])
 
-
-@pytest.mark.parametrize("way", ["--ascend-emulator-no-order", "ini", "mark"])
-def test_the_order_need_not_be_checked(pytester: pytest.Pytester, way: str) -> None:
-    mark = "@pytest.mark.npu(check_order=False)" if way == "mark" else ""
-    code = f"""
-{mark}
-def test_race():
+@pytest.mark.npu(check_order=False)
+def test_unchecked():
     race()
     late_race()
-"""
-    options = [way] if way.startswith("--") else []
-    result = run(pytester, code, *options, ini="ascend_emulator_order = false" if way == "ini" else "")
-    result.assert_outcomes(passed=1)
-    said = "order checked" if way == "mark" else "order not checked"
-    result.stdout.fnmatch_lines([f"ascend_emulator: *, {said}"])
-
-
-def test_the_mark_seeds_and_asks_for_devices(pytester: pytest.Pytester) -> None:
-    code = """
-drawn = []
 
 @pytest.mark.npu(devices=2, seed=7)
 @pytest.mark.parametrize("turn", range(2))
 def test_seed(turn):
     drawn.append(torch.cat([torch.rand(4), *(torch.rand(4, device=f"npu:{i}").cpu() for i in range(2))]))
-    assert torch.equal(drawn[0], drawn[turn])
     assert drawn[0].unique().numel() > 4
+    assert torch.equal(drawn[0], drawn[turn])
 
 @pytest.mark.npu(devices=3)
 def test_devices():
@@ -133,17 +112,6 @@ def test_devices():
 @pytest.mark.npu(chips=3)
 def test_typing_error():
     pass
-"""
-    result = run(pytester, code)
-    result.assert_outcomes(passed=2, failed=2)
-    result.stdout.fnmatch_lines(["*devices=3*the emulator has 2; set ascend_emulator_devices*", "*unexpected*chips*"])
-
-
-def test_a_test_that_leaves_a_stream_waiting_fails_and_the_next_one_is_not_disturbed(
-    pytester: pytest.Pytester,
-) -> None:
-    code = """
-import ascend_emulator
 
 def test_waits_for_ever():
     ascend_emulator.install(wait_seconds=0.1)
@@ -153,6 +121,34 @@ def test_waits_for_ever():
 def test_next():
     assert torch.ones(2, device="npu").sum().item() == 2
 """
-    result = run(pytester, code)
-    result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["*DeadlockError*external event*"])
+
+
+def run(pytester: pytest.Pytester, code: str, *options: str, ini: str = "") -> pytest.RunResult:
+    pytester.makeini(f"[pytest]\nascend_emulator = true\naddopts = --strict-markers\n{ini}")
+    pytester.makepyfile(_RACES + code)
+    return pytester.runpytest_subprocess("-p", "no:randomly", *options)
+
+
+def test_what_a_test_leaves_behind_is_its_own_failure(pytester: pytest.Pytester) -> None:
+    """Races, also those that no line of the test waits for; blocked work; wrong marks. The next test is undisturbed."""
+    result = run(pytester, _MARKED, "-rA")
+    result.assert_outcomes(passed=5, failed=5)
+    result.stdout.fnmatch_lines(["ascend_emulator: * order checked"])
+    for name, text in {
+        "test_race": "*RaceError: race on 16 bytes*",
+        "test_late_race": "*RaceError: race on 16 bytes*",
+        "test_devices": "*devices=3*the emulator has 2; set ascend_emulator_devices*",
+        "test_typing_error": "*unexpected*chips*",
+        "test_waits_for_ever": "*DeadlockError*external event*",
+    }.items():
+        result.stdout.fnmatch_lines([text])
+        result.stdout.fnmatch_lines([f"FAILED *::{name}*"])
+
+
+@pytest.mark.parametrize("way", ["--ascend-emulator-no-order", "ini"])
+def test_the_order_need_not_be_checked(pytester: pytest.Pytester, way: str) -> None:
+    code = "def test_race():\n    race()\n    late_race()\n"
+    options = [way] if way.startswith("--") else []
+    result = run(pytester, code, *options, ini="ascend_emulator_order = false" if way == "ini" else "")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["ascend_emulator: *, order not checked"])

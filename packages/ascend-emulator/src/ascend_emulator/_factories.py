@@ -1,6 +1,6 @@
 """Operators that make tensors: fresh memory is poisoned, filled memory is allocated on the device and filled in place.
 
-It owns `empty*`, `resize_`, `zeros`, `ones` and `full`; other factories go through the general wrapper.
+It owns `empty*`, `resize_`, `zeros`, `ones`, `full` and what `record_stream` says of memory; other factories go through the general wrapper.
 """
 
 from __future__ import annotations
@@ -100,6 +100,18 @@ def _new_empty_strided(
     return torch.empty_strided(size, stride, dtype=dtype or self.dtype, device=device or self.device)
 
 
+_record_stream = torch.library.get_kernel("aten::record_stream", "PrivateUse1").call_boxed
+
+
+def _note_stream(self: torch.Tensor, s: torch.Stream) -> None:
+    """`record_stream`: torch_npu's, and the allocator will wait for this stream before it reuses the block."""
+    _record_stream(_KEYS, self, s)
+    if order.on:
+        storage = self.untyped_storage()
+        stream = torch_npu.npu.Stream(stream_id=s.stream_id, device_index=s.device_index, device_type=s.device_type)
+        runtime.order_shared(storage.data_ptr(), storage.nbytes(), stream.npu_stream)
+
+
 def _strides(size: Sequence[int]) -> list[int]:
     strides, step = [], 1
     for extent in reversed(size):
@@ -167,6 +179,7 @@ FACTORIES: dict[str, Callable[..., torch.Tensor]] = {
     "empty_strided": _poisoned("empty_strided"),
     "empty_like": _empty_like,
     "new_empty_strided": _new_empty_strided,
+    "record_stream": _note_stream,
     "resize_": _resize_,
     "zeros": _constant(0),
     "ones": _constant(1),

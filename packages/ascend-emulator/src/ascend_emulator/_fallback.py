@@ -25,7 +25,7 @@ __all__ = ["register", "register_aten"]
 _KEEP = frozenset(
     {
         "view", "as_strided", "set_", "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor",
-        "record_stream", "_pin_memory", "is_pinned", "_reshape_alias", "detach", "alias", "_to_copy", "_to_sparse",
+        "_pin_memory", "is_pinned", "_reshape_alias", "detach", "alias", "_to_copy", "_to_sparse",
         "_to_sparse.sparse_dim", "_pack_padded_sequence",
     }
 )  # fmt: skip

@@ -20,7 +20,9 @@ from .errors import EmulatorError
 __all__ = ["pytest_addoption", "pytest_configure", "pytest_report_header", "pytest_runtest_call"]
 
 _ASKED = pytest.StashKey[bool]()
-_MARK = "npu(devices=1, seed=None, check_order=None): on emulated NPUs: at least so many, this seed, order checked or not"
+_MARK = (
+    "npu(devices=1, seed=None, check_order=None): on emulated NPUs: at least so many, this seed, order checked or not"
+)
 
 
 @dataclass(frozen=True)

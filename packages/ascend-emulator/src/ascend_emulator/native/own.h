@@ -84,7 +84,10 @@ class Filled final : public InFront {
     const auto device = given.isNone() || !given.toDevice().has_index() ? current_device() : given.toDevice();
     const auto type = dtype.isNone() ? c10::typeMetaToScalarType(c10::get_default_dtype()) : dtype.toScalarType();
     auto made = allocate(sizes, c10::contiguous_strides(sizes), type, device);
-    if (!tell("aten::fill_", "self", made)) return in_python(op, keys, stack);
+    if (!tell("aten::fill_", "self", made)) {
+      made = at::Tensor(); // the Python kernel gets the same memory
+      return in_python(op, keys, stack);
+    }
     if (made.numel()) {
       at::AutoDispatchBelowADInplaceOrView below;
       Aliases()(made).fill_(value_ ? *value_ : own[1].toScalar());

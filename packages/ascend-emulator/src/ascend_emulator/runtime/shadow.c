@@ -172,6 +172,7 @@ static int touch_page(Page *page, uint32_t low, uint32_t high, Touch *touch) {
         const Access *earlier = conflict(span->state, touch);
         if (earlier) {
             uint64_t base = page->number << PAGE_BITS;
+            touch->other = earlier;
             touch->earlier = earlier->what;
             touch->low = base + (span->low > low ? span->low : low);
             touch->high = base + (span->high < high ? span->high : high);
@@ -272,12 +273,30 @@ void shadow_free(Shadow *shadow) {
     free(shadow);
 }
 
+/* A conflict was found: how far does it go on, with the same access? */
+static void extend(const Shadow *shadow, Touch *touch, uint64_t high) {
+    while (touch->high < high) {
+        uint64_t number = touch->high >> PAGE_BITS, base = number << PAGE_BITS;
+        const Page *page = *slot(shadow, number);
+        if (!page) return;
+        uint32_t from = (uint32_t)(touch->high - base);
+        int at = first_after(page, from);
+        if (at == page->count || page->spans[at].low > from || conflict(page->spans[at].state, touch) != touch->other)
+            return;
+        uint64_t end = base + page->spans[at].high;
+        touch->high = end < high ? end : high;
+    }
+}
+
 int shadow_touch(Shadow *shadow, Touch *touch, uint64_t low, uint64_t high) {
     while (low < high) {
         uint64_t number = low >> PAGE_BITS, end = (number + 1) << PAGE_BITS;
         if (end > high) end = high;
         uint64_t base = number << PAGE_BITS;
-        if (touch_page(page_at(shadow, number), (uint32_t)(low - base), (uint32_t)(end - base), touch)) return 1;
+        if (touch_page(page_at(shadow, number), (uint32_t)(low - base), (uint32_t)(end - base), touch)) {
+            extend(shadow, touch, high);
+            return 1;
+        }
         low = end;
     }
     return 0;
