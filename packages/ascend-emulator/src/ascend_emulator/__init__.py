@@ -13,6 +13,7 @@ from ._install import install, is_compiled, is_installed, register_kernel
 from .errors import (
     AlreadyLoadedError,
     CaptureError,
+    CaptureFailedError,
     CompilerNotFoundError,
     DeadlockError,
     DeferredExecutionError,
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AlreadyLoadedError",
     "CaptureError",
+    "CaptureFailedError",
     "CompilerNotFoundError",
     "DeadlockError",
     "DeferredExecutionError",

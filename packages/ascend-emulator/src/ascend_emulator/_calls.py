@@ -116,7 +116,7 @@ def connect() -> None:
     runtime.on(Call.SYNCHRONIZE_EVENT, lambda stream, first, second, value, size: scheduler.wait_event(first))
     runtime.on(Call.SYNCHRONIZE_DEVICE, lambda stream, first, second, value, size: scheduler.wait_device(value))
     runtime.on(Call.CAPTURE_BEGIN, lambda stream, first, second, value, size: graphs.begin(value))
-    runtime.on(Call.CAPTURE_END, lambda stream, first, second, value, size: graphs.end(value, failed=bool(size)))
+    runtime.on(Call.CAPTURE_END, lambda stream, first, second, value, size: graphs.end(value, unjoined=size - 1 if size else None))
     runtime.on(Call.CAPTURE_FAILED, lambda stream, first, second, value, size: graphs.fail(value, second))
     runtime.on(Call.RACE, _race)
     runtime.on(Call.DESTROY, lambda stream, first, second, value, size: graphs.destroy(value))

@@ -19,7 +19,7 @@ from . import order
 from ._queue import Blocked, StreamQueue, scheduler
 from ._random import next_seed
 from ._runtime import runtime
-from .errors import CaptureError, DoubleUpdateError, EmulatorError, FenceError, RaceError
+from .errors import CaptureError, CaptureFailedError, DoubleUpdateError, EmulatorError, FenceError, RaceError
 from .order import Accesses
 
 __all__ = ["FlagWait", "FlagWrite", "Graph", "HostCopy", "HostFunction", "Node", "Record", "Replay", "graphs"]
@@ -208,7 +208,7 @@ class Graph:
         self.host_copies: list[HostCopy] = []
         self.last_flag: FlagWait | None = None
         self.failure: str | None = None  # why the capture failed
-        self._merged: dict[int, array[int]] = {}  # accesses of the nodes from one on, up to the next wait
+        self._merged: dict[int, array[int]] = {}  # accesses of the nodes from one on, up to the next flag
         self._generators: dict[int, tuple[Any, torch.Generator]] = {}  # by id of the npu generator, which is kept
 
     def generator(self, source: Any) -> torch.Generator:
@@ -241,13 +241,13 @@ class Graph:
             local.group.node = node
 
     def accesses_from(self, start: int) -> array[int]:
-        """What the nodes from one on touch, up to the next wait; without those whose index tensors decide."""
+        """What the nodes from one on touch, up to the next flag; without those whose index tensors decide."""
         words = self._merged.get(start)
         if words is None:
             parts = []
             for i in range(start, len(self.nodes)):
                 node = self.nodes[i]
-                if isinstance(node, FlagWait) and i > start:
+                if isinstance(node, (FlagWait, FlagWrite)) and i > start:
                     break
                 if isinstance(node.accesses, array):
                     parts.append((self.label(i), node.accesses))
@@ -268,7 +268,7 @@ class Graph:
 class Replay:
     """A queued replay of a graph; it remembers how far it got."""
 
-    __slots__ = ("cursor", "graph", "queue", "seeds", "ticket")
+    __slots__ = ("cursor", "graph", "queue", "seeds", "ticket", "told")
 
     def __init__(self, graph: Graph, queue: StreamQueue) -> None:
         self.graph = graph
@@ -276,6 +276,17 @@ class Replay:
         self.seeds = graph.seeds()
         self.cursor = 0
         self.ticket = 0
+        self.told = False  # of the accesses before the first flag
+
+    def touch_first(self) -> None:
+        """Nothing is pending before the replay: tell now of what it touches before its first flag.
+
+        Raises:
+            RaceError: another stream touched the same bytes.
+        """
+        if self.graph.nodes and not isinstance(self.graph.nodes[0], (FlagWait, FlagWrite)):
+            order.touch(self.queue.address, self.graph.accesses_from(0))
+            self.told = True
 
     def run(self, queue: StreamQueue) -> Blocked | None:
         """Run nodes until one has to wait."""
@@ -285,19 +296,20 @@ class Replay:
             generator.manual_seed(seed)
         while self.cursor < len(nodes):
             node = nodes[self.cursor]
-            blocked = node.step(queue) if isinstance(node, FlagWait) else None
+            is_flag = isinstance(node, (FlagWait, FlagWrite))
+            blocked = node.step(queue) if is_flag else None
             if blocked is not None:
                 return self._explain(blocked)
             if order.on:
-                self._touch(queue, node)
-            if not isinstance(node, FlagWait):
+                self._touch(queue, node, is_flag)
+            if not is_flag:
                 node.step(queue)
             self.cursor += 1
         return None
 
-    def _touch(self, queue: StreamQueue, node: Node) -> None:
-        """Tell of accesses: at the first node and behind each wait of all up to the next one, and of refined ones."""
-        if self.cursor == 0 or isinstance(node, FlagWait):
+    def _touch(self, queue: StreamQueue, node: Node, is_flag: bool) -> None:
+        """Tell of accesses: at the first node and behind each flag of all up to the next one, and of refined ones."""
+        if (self.cursor == 0 and not self.told) or is_flag:
             order.touch(queue.address, self.graph.accesses_from(self.cursor))
         if isinstance(node, OperatorNode) and isinstance(node.accesses, order.Refined):
             words = order.words_of(node.accesses, node.args, node.kwargs)
@@ -335,6 +347,7 @@ class _Local(threading.local):
     group: Record | None = None  # open task group of this thread
     handle: int = 0  # its handle
     updating: Record | None = None  # record that the next operator of this thread rewrites
+    failure: str | None = None  # why the capture that this thread ended last failed
 
 
 local = _Local()
@@ -352,12 +365,22 @@ class Graphs:
         self._graphs[number] = Graph(number)
         scheduler.count(captures=1)
 
-    def end(self, number: int, *, failed: bool) -> None:
-        """A capture ends; when it failed, its graph is forgotten."""
+    def end(self, number: int, *, unjoined: int | None) -> None:
+        """A capture ends, whether it failed or not; `unjoined` is a stream that took part and was not waited for."""
         local.group = None
-        if failed:
-            self.destroy(number)
+        graph = self._graphs[number]
+        if unjoined is not None and graph.failure is None:
+            graph.failure = (
+                f"error code is 107025 (invalid capture model): stream {unjoined} took part in the capture and the "
+                "capturing stream did not wait for it before the end; call wait_stream()"
+            )
+        local.failure = graph.failure
         scheduler.count(captures=-1)
+
+    def take_failure(self) -> str | None:
+        """Why the capture that ended last in this thread failed, once."""
+        failure, local.failure = local.failure, None
+        return failure
 
     def fail(self, number: int, what: int) -> None:
         """A capture failed in C, at what the text at this address names."""
@@ -415,10 +438,12 @@ class Graphs:
         """Queue a replay; nothing runs."""
         graph = self._graphs[number]
         if graph.failure is not None:
-            raise EmulatorError(f"replay of graph {number}, whose capture failed: {graph.failure}")
+            raise CaptureFailedError(graph.failure)
         queue = scheduler.queue(stream)
         with scheduler.lock:
             replay = Replay(graph, queue)
+            if order.on and (not queue.items or scheduler.progress(queue) is None):
+                replay.touch_first()
             scheduler.submit(queue, replay)
             for record in graph.records:
                 record.replayed(replay)

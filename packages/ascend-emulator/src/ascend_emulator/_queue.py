@@ -228,6 +228,8 @@ class Scheduler:
                 if queue.state.executed >= ticket:
                     break
                 assert blocked is not None
+                if self._drive(queue):
+                    continue
                 if seen != self._progress:
                     seen, deadline = self._progress, time.monotonic() + self.wait_seconds
                 left = deadline - time.monotonic()
@@ -244,6 +246,14 @@ class Scheduler:
                     operator=blocked.operator,
                     seconds=self.wait_seconds,
                 )
+
+    def _drive(self, waiting: StreamQueue) -> bool:
+        """Let all other streams go on, since one of them may set the flag; whether any did."""
+        before = self._progress
+        for queue in list(self._busy):
+            if queue is not waiting:
+                self.progress(queue)
+        return self._progress != before
 
     def _drop_head(self, queue: StreamQueue, visited: frozenset[StreamQueue] = frozenset()) -> None:
         """Give up the item at which a queue is blocked, also in the streams that it waits for."""

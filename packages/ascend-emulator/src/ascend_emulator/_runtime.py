@@ -6,6 +6,7 @@ It owns the boundary only; what the calls mean is decided by `_queue.py`, `_grap
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
@@ -71,6 +72,7 @@ class Runtime:
     def __init__(self) -> None:
         self._handles: list[ctypes.CDLL] = []
         self._handlers: dict[int, Handler] = {}
+        self._errors = threading.local()
         self._thunk = _CALL(self._dispatch)  # kept alive: C holds its address
         self.loaded = False
 
@@ -151,6 +153,12 @@ class Runtime:
         owner = self._lib.emulator_locate(address, ctypes.byref(start), ctypes.byref(size))
         return owner, start.value, size.value
 
+    def take_error(self) -> BaseException | None:
+        """What the last call from C that failed in this thread had raised, once."""
+        error: BaseException | None = getattr(self._errors, "last", None)
+        self._errors.last = None
+        return error
+
     def on(self, call: Call, handler: Handler) -> None:
         """Set what happens on a call from C: handler(stream, first, second, value, size)."""
         self._handlers[int(call)] = handler
@@ -161,6 +169,7 @@ class Runtime:
         try:
             self._handlers[kind](stream or 0, first or 0, second or 0, value, size)
         except BaseException as error:  # handed on as an error code: a C frame cannot carry it
+            self._errors.last = error
             self._lib.emulator_set_message(f"ascend_emulator: {error}".encode())
             return error.acl_code if isinstance(error, EmulatorError) else EmulatorError.acl_code
         return 0

@@ -1,4 +1,4 @@
-"""Waits and queries of torch_npu's Python classes, so that an emulator's error reaches the caller with its own type.
+"""Waits, queries, replays and ends of captures of torch_npu's Python classes: an emulator's error keeps its own type.
 
 torch_npu turns an error of the runtime into a RuntimeError with the text; draining before its call keeps type and
 attributes. A query, too, drives the stream as far as it goes, since nothing runs in the background.
@@ -12,8 +12,10 @@ from typing import Any
 
 import torch_npu
 
+from ._graphs import graphs
 from ._queue import scheduler
 from ._runtime import runtime
+from .errors import CaptureFailedError
 
 __all__ = ["install_waits"]
 
@@ -25,6 +27,38 @@ def _before(original: Callable[..., Any], first: Callable[..., None]) -> Callabl
         return original(*args, **kwargs)
 
     return call
+
+
+def _typed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A call that raises the emulator's error instead of torch_npu's RuntimeError with its text."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        runtime.take_error()
+        try:
+            return original(*args, **kwargs)
+        except RuntimeError:
+            error = runtime.take_error()
+            if error is None:
+                raise
+        raise error
+
+    return call
+
+
+def _capture_exit(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The end of `torch.npu.graph`: raises when the capture failed and nobody has said so yet."""
+
+    @functools.wraps(original)
+    def leave(self: Any, exc_type: Any, exc_value: Any, traceback: Any) -> Any:
+        graphs.take_failure()
+        result = original(self, exc_type, exc_value, traceback)
+        failure = graphs.take_failure()
+        if failure is not None and exc_type is None:
+            raise CaptureFailedError(failure)
+        return result
+
+    return leave
 
 
 def _stream_synchronize(stream: Any) -> None:
@@ -66,7 +100,7 @@ def _device_synchronize(device: Any = None) -> None:
 
 
 def install_waits() -> None:
-    """Put the drains before torch_npu's own waits and queries."""
+    """Put the drains before torch_npu's own waits and queries, and the types on its errors."""
     stream, event, npu = torch_npu.npu.streams.Stream, torch_npu.npu.streams.Event, torch_npu.npu
     stream.synchronize = _before(stream.synchronize, _stream_synchronize)
     stream.query = _before(stream.query, _stream_query)
@@ -75,3 +109,5 @@ def install_waits() -> None:
     synchronize = _before(npu.synchronize, _device_synchronize)
     npu.synchronize = synchronize
     npu.utils.synchronize = synchronize
+    npu.NPUGraph.replay = _typed(npu.NPUGraph.replay)
+    npu.graph.__exit__ = _capture_exit(npu.graph.__exit__)

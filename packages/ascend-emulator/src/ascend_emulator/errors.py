@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AlreadyLoadedError",
     "CaptureError",
+    "CaptureFailedError",
     "CompilerNotFoundError",
     "DeadlockError",
     "DeferredExecutionError",
@@ -128,6 +129,16 @@ class CaptureError(EmulatorError, RuntimeError):
             f"error code is 107027 (stream is captured): {what} {reason}, and nothing is computed during a capture. "
             "Move it out of the captured region, or make it a device operation."
         )
+
+
+class CaptureFailedError(EmulatorError, RuntimeError):
+    """A capture has failed: something in it was refused, or a stream in it was not waited for."""
+
+    acl_code = 107026
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"the capture of this graph failed, so it cannot be replayed: {reason}")
 
 
 class DeadlockError(EmulatorError, RuntimeError):

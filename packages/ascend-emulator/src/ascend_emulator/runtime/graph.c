@@ -62,11 +62,8 @@ EMULATOR_API aclError aclmdlRICaptureEnd(aclrtStream stream, aclmdlRI *modelRI) 
         return emulator_fail(ERROR_CAPTURE_UNMATCHED, "the capture was not begun on stream %d", ((Stream *)stream)->index);
     __atomic_sub_fetch(&emulator_captures, 1, __ATOMIC_SEQ_CST);
     *modelRI = (aclmdlRI)(uintptr_t)model;
-    aclError code = emulator_call(CALL_CAPTURE_END, stream, NULL, NULL, model, unjoined >= 0);
-    if (unjoined < 0) return code;
-    *modelRI = NULL;
-    return emulator_fail(ERROR_UNJOINED, "error code is 107025 (invalid capture model): stream %d took part in the capture "
-                         "and the capturing stream did not wait for it before the end; call wait_stream", unjoined);
+    /* A failed capture ends without an error here: torch_npu's allocator would never leave the capture. Python raises. */
+    return emulator_call(CALL_CAPTURE_END, stream, NULL, NULL, model, (uint64_t)(unjoined + 1));
 }
 
 EMULATOR_API aclError aclmdlRIExecuteAsync(aclmdlRI modelRI, aclrtStream stream) {
