@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import threading
 from collections.abc import Callable
 
 import ascend_emulator as emulator
@@ -180,6 +183,12 @@ def test_pinned_copies_are_recorded_in_both_directions() -> None:
         torch_npu.npu.synchronize()
 
 
+def on_the_default_stream(made: torch.Tensor) -> torch.Tensor:
+    """Something that is not captured reads what the capture only records."""
+    with torch_npu.npu.stream(torch_npu.npu.default_stream()):
+        return made + 1
+
+
 REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
     "item": lambda x: x.sum().item(),
     "cpu": lambda x: x.cpu(),
@@ -191,6 +200,10 @@ REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
     "device synchronize": lambda x: torch_npu.npu.synchronize(),
     "stream synchronize": lambda x: torch_npu.npu.current_stream().synchronize(),
     "unregistered operator": lambda x: torch.linalg.inv(x.view(2, 2)),
+    "stream query": lambda x: torch_npu.npu.current_stream().query(),
+    "empty_cache": lambda x: torch_npu.npu.empty_cache(),
+    "a capture inside": lambda x: capture(lambda: x + 1),
+    "a result on the default stream": lambda x: on_the_default_stream(x * 2),
     "out= of another size": lambda x: torch.cat([x, x], out=torch.zeros(3, device="npu")),
 }
 
@@ -260,3 +273,118 @@ def test_capture_of_an_operator_without_a_meta_kernel() -> None:
         assert out[0].cpu().tolist() == [[2, 4], [6, 8]]
         with pytest.raises(NotImplementedError, match="broken"):
             torch.ops.emulator_test.broken(source)
+
+
+def test_a_capture_that_was_refused_something_leaves_no_graph() -> None:
+    tensor = torch.ones(4, device="npu")
+    streams = torch_npu.npu.current_stream()
+    graph = torch_npu.npu.NPUGraph()
+    with pytest.raises(emulator.CaptureError, match=r"\.item\(\)"), torch_npu.npu.graph(graph):
+        tensor.add_(1)
+        tensor.sum().item()
+    with pytest.raises(emulator.CaptureFailedError, match=r"\.item\(\)"):
+        graph.replay()
+    assert torch_npu.npu.current_stream() == streams and not torch_npu.npu.is_current_stream_capturing()
+    assert tensor.tolist() == [1] * 4
+
+
+def test_a_refusal_that_the_capture_swallows_is_told_at_its_end() -> None:
+    tensor = torch.ones(4, device="npu")
+
+    def work() -> None:
+        with contextlib.suppress(RuntimeError):
+            torch_npu.npu.current_stream().synchronize()
+        tensor.add_(1)
+
+    with pytest.raises(emulator.CaptureFailedError, match="synchronize of the stream"):
+        capture(work)
+    assert (tensor + 1).tolist() == [2] * 4
+
+
+def test_a_stream_that_took_part_must_be_waited_for() -> None:
+    tensor, side = torch.ones(4, device="npu"), torch_npu.npu.Stream()
+    torch_npu.npu.synchronize()
+    graph = torch_npu.npu.NPUGraph()
+
+    def work(join: bool) -> None:
+        side.wait_stream(torch_npu.npu.current_stream())
+        with torch_npu.npu.stream(side):
+            tensor.add_(1)
+        if join:
+            torch_npu.npu.current_stream().wait_stream(side)
+
+    with pytest.raises(emulator.CaptureFailedError, match="107025"), torch_npu.npu.graph(graph):
+        work(join=False)
+    with pytest.raises(emulator.CaptureFailedError, match="did not wait for it"):
+        graph.replay()
+    capture(lambda: work(join=True)).replay()
+    assert tensor.tolist() == [2] * 4
+
+
+def test_the_default_stream_is_not_captured() -> None:
+    with pytest.raises(RuntimeError, match="non-default stream"):
+        torch_npu.npu.graph(torch_npu.npu.NPUGraph(), stream=torch_npu.npu.default_stream()).__enter__()
+    torch_npu.npu.set_stream(torch_npu.npu.default_stream())
+
+
+def test_an_event_of_the_running_capture_cannot_be_asked() -> None:
+    def query() -> None:
+        mark = torch_npu.npu.Event()
+        mark.record()
+        mark.query()
+
+    def wait() -> None:
+        mark = torch_npu.npu.Event()
+        mark.record()
+        mark.synchronize()
+
+    for work in (query, wait):
+        with pytest.raises(RuntimeError, match="107028"):
+            capture(work)
+
+
+def test_memory_from_outside_of_the_pool_stays_usable_while_it_lives() -> None:
+    """torch_npu's allocator serves other streams from its common pool during a capture, as on a device."""
+    kept: list[torch.Tensor] = []
+
+    def work() -> None:
+        with torch_npu.npu.stream(torch_npu.npu.Stream()):
+            kept.append(torch.full((4,), 3.0, device="npu"))
+        kept.append(torch.full((4,), 2.0, device="npu"))
+
+    graph = capture(work)
+    graph.replay()
+    torch_npu.npu.synchronize()
+    assert [x.tolist() for x in kept] == [[3] * 4, [2] * 4]
+
+
+def test_calls_that_neither_a_stream_nor_a_capture_orders() -> None:
+    """107030: aclrtMemcpy and aclrtMemset while a capture is open, unless its mode or the thread's is relaxed."""
+    lib = ctypes.CDLL("libascendcl.so")
+    tensor = torch.ones(4, device="npu")
+    address, seen = ctypes.c_void_p(tensor.data_ptr()), []
+
+    def call() -> int:
+        return int(lib.aclrtMemset(address, ctypes.c_size_t(16), 0, ctypes.c_size_t(0)))
+
+    def relaxed() -> None:
+        mode = ctypes.c_int(2)
+        lib.aclmdlRICaptureThreadExchangeMode(ctypes.byref(mode))
+        seen.append(call())
+        lib.aclmdlRICaptureThreadExchangeMode(ctypes.byref(mode))
+        seen.append(mode.value)
+
+    def other_thread() -> None:
+        thread = threading.Thread(target=lambda: seen.append(call()))
+        thread.start()
+        thread.join()
+
+    assert call() == 0
+    for mode in ("global", "thread_local", "relaxed"):
+        with torch_npu.npu.graph(torch_npu.npu.NPUGraph(), capture_error_mode=mode):
+            tensor.add_(1)
+            seen.append(call())
+            relaxed()
+            other_thread()
+    assert seen == [107030, 0, 2, 107030, 107030, 0, 2, 0, 0, 0, 2, 0]
+    assert call() == 0

@@ -320,19 +320,24 @@ def test_a_host_function_that_has_run_counts_as_waited_for() -> None:
     assert on(second, lambda: x.tolist()) == [1] * 4
 
 
+def is_checked() -> bool:
+    return emulator.order.on
+
+
 def test_unchecked_forgets_both_ways() -> None:
     side, x = Stream(), torch.zeros(4, device="npu")
     torch_npu.npu.synchronize()
     x.add_(1)
     with emulator.order.unchecked():
-        assert not emulator.order.on
+        assert not is_checked()
         on(side, lambda: x.add_(1))
-    assert emulator.order.on
+    assert is_checked()
     x.add_(1)
     with pytest.raises(emulator.RaceError):
         on(side, lambda: x.add_(1))
     emulator.install(check_order=False)
-    assert not emulator.order.on
+    assert not is_checked()
     emulator.install(wait_seconds=10.0)
-    assert not emulator.order.on
+    assert not is_checked()
     emulator.install(check_order=True)
+    assert is_checked()

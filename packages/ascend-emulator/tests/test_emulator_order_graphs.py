@@ -66,7 +66,7 @@ def test_a_replay_is_checked_against_earlier_work_each_time() -> None:
 def test_replays_of_one_graph_on_two_streams() -> None:
     case, side = Doubler(), Stream()
     case.graph.replay()
-    with pytest.raises(emulator.RaceError, match="node 0 of graph .*node 0 of graph"):
+    with pytest.raises(emulator.RaceError, match=r"node 0 of graph .*node 0 of graph"):
         on(side, case.graph.replay)
     side.wait_stream(torch_npu.npu.current_stream())
     on(side, case.graph.replay)
@@ -193,7 +193,7 @@ def test_pages_that_a_replay_reads_follow_its_update(attention: Any) -> None:
     attention.update(300)
     on(side, lambda: attention.key_cache[3].fill_(0))
     attention.graph.replay()
-    with pytest.raises(emulator.RaceError, match="npu_fused_infer_attention_score_v2 .*reads key"):
+    with pytest.raises(emulator.RaceError, match=r"npu_fused_infer_attention_score_v2 .*reads key"):
         torch_npu.npu.synchronize()
 
 

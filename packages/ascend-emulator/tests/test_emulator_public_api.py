@@ -14,6 +14,7 @@ README = Path(__file__).parents[1] / "README.md"
 NAMES = [
     "AlreadyLoadedError",
     "CaptureError",
+    "CaptureFailedError",
     "CompilerNotFoundError",
     "DeadlockError",
     "DeferredExecutionError",

@@ -29,6 +29,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "libascendcl.so": (
         "device.c",
         "memory.c",
+        "clock.c",
         "stream.c",
         "order.c",
         "shadow.c",

@@ -6,7 +6,8 @@ import ctypes
 from collections.abc import Callable
 
 from . import order
-from ._graphs import FlagWait, FlagWrite, HostFunction, Node, graphs, write_flag
+from ._graphs import graphs
+from ._nodes import FlagWait, FlagWrite, HostFunction, Node, write_flag
 from ._queue import Blocked, EventWait, StreamQueue, scheduler
 from ._runtime import Call, runtime
 
@@ -116,7 +117,10 @@ def connect() -> None:
     runtime.on(Call.SYNCHRONIZE_EVENT, lambda stream, first, second, value, size: scheduler.wait_event(first))
     runtime.on(Call.SYNCHRONIZE_DEVICE, lambda stream, first, second, value, size: scheduler.wait_device(value))
     runtime.on(Call.CAPTURE_BEGIN, lambda stream, first, second, value, size: graphs.begin(value))
-    runtime.on(Call.CAPTURE_END, lambda stream, first, second, value, size: graphs.end(value, unjoined=size - 1 if size else None))
+    runtime.on(
+        Call.CAPTURE_END,
+        lambda stream, first, second, value, size: graphs.end(value, unjoined=size - 1 if size else None),
+    )
     runtime.on(Call.CAPTURE_FAILED, lambda stream, first, second, value, size: graphs.fail(value, second))
     runtime.on(Call.RACE, _race)
     runtime.on(Call.DESTROY, lambda stream, first, second, value, size: graphs.destroy(value))

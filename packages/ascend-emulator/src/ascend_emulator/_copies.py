@@ -18,7 +18,8 @@ import torch
 
 from . import order, poison
 from ._alias import alias
-from ._graphs import Graph, HostCopy, OperatorNode
+from ._graphs import Graph
+from ._nodes import HostCopy, OperatorNode
 from ._operators import capturing_graph, current_queue
 from ._queue import StreamQueue, Work, scheduler
 from ._runtime import PINNED, runtime

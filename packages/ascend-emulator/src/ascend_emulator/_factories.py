@@ -1,6 +1,7 @@
 """Operators that make tensors: fresh memory is poisoned, filled memory is allocated on the device and filled in place.
 
-It owns `empty*`, `resize_`, `zeros`, `ones`, `full` and what `record_stream` says of memory; other factories go through the general wrapper.
+It owns `empty*`, `resize_`, `zeros`, `ones`, `full`, and what `record_stream` says of memory; other factories go through
+the general wrapper.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch_npu
 
 from . import order, poison
 from ._alias import alias
-from ._graphs import OperatorNode
+from ._nodes import OperatorNode
 from ._operators import allocate, capturing_graph, current_queue
 from ._queue import Work, scheduler
 from ._runtime import runtime
@@ -174,7 +175,7 @@ def _full(
     return _filled(size, fill_value, dtype, device)
 
 
-FACTORIES: dict[str, Callable[..., torch.Tensor]] = {
+FACTORIES: dict[str, Callable[..., Any]] = {
     "empty.memory_format": _poisoned("empty.memory_format"),
     "empty_strided": _poisoned("empty_strided"),
     "empty_like": _empty_like,

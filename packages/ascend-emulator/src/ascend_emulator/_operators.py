@@ -14,8 +14,9 @@ import torch_npu
 
 from . import order, poison
 from ._alias import alias
-from ._graphs import Graph, OperatorNode, Record, graphs, local
+from ._graphs import Graph, Record, graphs, local
 from ._lowering import Lowered, bring_home, call_resizing, lower, new_tensors, resize_out, results, snapshots
+from ._nodes import OperatorNode
 from ._queue import StreamQueue, Work, scheduler
 from ._random import seeded, source_of, with_default_generator
 from ._runtime import runtime

@@ -1,7 +1,7 @@
 """pytest plugin: installs the emulator before any test module is imported, but only when asked.
 
-Ask with `ascend_emulator = true` in the ini file or `--ascend-emulator` on the command line. Then every test ends with a
-wait for all devices, and what that finds (a race, a fault of queued work, a deadlock) is the test's failure; the mark
+Ask with `ascend_emulator = true` in the ini file or `--ascend-emulator` on the command line. Then every test ends with
+a wait for all devices, and what that finds (a race, a fault of queued work, a deadlock) is the test's failure; the mark
 `npu(devices=1, seed=None, check_order=None)` says what a test needs. It does not decide what is an error.
 """
 

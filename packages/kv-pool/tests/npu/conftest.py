@@ -1,9 +1,40 @@
-"""Owns the emulated NPU of these tests: installed before torch_npu is imported."""
+"""Owns the emulated NPU of these tests, installed before torch_npu is imported, and lanes of which one never waits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import ascend_emulator
+import pytest
+import torch
+from kv_pool.hicache import Lane, Mark, Streams, create_streams
 
 ascend_emulator.install()
 
 import torch_npu  # noqa: E402, F401
+
+
+class WithoutWait:
+    """The lanes of the device, of which one never waits."""
+
+    name = "without a wait"
+
+    def __init__(self, deaf: Lane) -> None:
+        self.inner, self.deaf = create_streams(torch.device("npu:0")), deaf
+
+    def mark(self, lane: Lane) -> Mark:
+        return self.inner.mark(lane)
+
+    def wait(self, lane: Lane, mark: Mark) -> None:
+        if lane != self.deaf:
+            self.inner.wait(lane, mark)
+
+    def on(self, lane: Lane) -> Any:
+        return self.inner.on(lane)
+
+
+@pytest.fixture
+def without_wait() -> Callable[[Lane], Streams]:
+    """Makes the lanes of the device, of which one never waits."""
+    return WithoutWait

@@ -15,31 +15,13 @@ import ascend_emulator
 import pytest
 import torch
 import torch_npu
-from kv_pool.hicache import HostLayout, Lane, Mark, MoverName, WritePolicy, create_streams
+from kv_pool.hicache import HostLayout, Lane, MoverName, Streams, WritePolicy
 
 NPU = "npu:0"
 MOVERS: list[tuple[MoverName, HostLayout]] = [("dim_exchange", "page_first_direct"), ("indexed", "layer_first")]
 POLICIES: list[WritePolicy] = ["write_through", "write_through_selective", "write_back"]
 Text = Callable[[int, int], list[int]]
-
-
-class WithoutWait:
-    """The lanes of the device, of which one never waits."""
-
-    name = "without a wait"
-
-    def __init__(self, deaf: Lane) -> None:
-        self.inner, self.deaf = create_streams(torch.device(NPU)), deaf
-
-    def mark(self, lane: Lane) -> Mark:
-        return self.inner.mark(lane)
-
-    def wait(self, lane: Lane, mark: Mark) -> None:
-        if lane != self.deaf:
-            self.inner.wait(lane, mark)
-
-    def on(self, lane: Lane) -> Any:
-        return self.inner.on(lane)
+WithoutWait = Callable[[Lane], Streams]
 
 
 @contextmanager
@@ -88,10 +70,15 @@ def test_a_working_set_larger_than_the_device(
 @pytest.mark.parametrize("complete", [True, False])
 @pytest.mark.parametrize(("mover", "host_layout"), MOVERS)
 def test_a_backup_waits_for_the_compute_before_it(
-    make_cache: Callable[..., Any], text: Text, mover: MoverName, host_layout: HostLayout, complete: bool
+    make_cache: Callable[..., Any],
+    text: Text,
+    mover: MoverName,
+    host_layout: HostLayout,
+    complete: bool,
+    without_wait: WithoutWait,
 ) -> None:
     with checked(complete):
-        streams = None if complete else WithoutWait("backup")
+        streams = None if complete else without_wait("backup")
         bench = make_cache(NPU, mover=mover, host_layout=host_layout, streams=streams)
         cache = bench.cache
         acquired = cache.acquire(text(1, 13))
@@ -113,10 +100,15 @@ def test_a_backup_waits_for_the_compute_before_it(
 @pytest.mark.parametrize("complete", [True, False])
 @pytest.mark.parametrize(("mover", "host_layout"), MOVERS)
 def test_a_load_waits_for_the_last_reader_of_its_pages(
-    make_cache: Callable[..., Any], text: Text, mover: MoverName, host_layout: HostLayout, complete: bool
+    make_cache: Callable[..., Any],
+    text: Text,
+    mover: MoverName,
+    host_layout: HostLayout,
+    complete: bool,
+    without_wait: WithoutWait,
 ) -> None:
     with checked(complete):
-        streams = None if complete else WithoutWait("load")
+        streams = None if complete else without_wait("load")
         bench = make_cache(NPU, pages=4, mover=mover, host_layout=host_layout, streams=streams)
         cache = bench.cache
         bench.serve(text(1, 13))
@@ -142,10 +134,15 @@ def test_a_load_waits_for_the_last_reader_of_its_pages(
 @pytest.mark.parametrize("complete", [True, False])
 @pytest.mark.parametrize(("mover", "host_layout"), MOVERS)
 def test_compute_waits_for_the_layer_that_it_reads(
-    make_cache: Callable[..., Any], text: Text, mover: MoverName, host_layout: HostLayout, complete: bool
+    make_cache: Callable[..., Any],
+    text: Text,
+    mover: MoverName,
+    host_layout: HostLayout,
+    complete: bool,
+    without_wait: WithoutWait,
 ) -> None:
     with checked(complete):
-        streams = None if complete else WithoutWait("compute")
+        streams = None if complete else without_wait("compute")
         bench = make_cache(NPU, mover=mover, host_layout=host_layout, streams=streams)
         cache = bench.cache
         bench.serve(text(1, 13))

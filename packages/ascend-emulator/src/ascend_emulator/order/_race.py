@@ -7,7 +7,7 @@ from array import array
 
 from ascend_emulator import memory
 from ascend_emulator._runtime import StreamState, runtime
-from ascend_emulator.errors import RaceError
+from ascend_emulator.errors import CaptureError, RaceError
 
 from ._info import AccessInfo
 
@@ -40,6 +40,7 @@ class _Race(ctypes.Structure):
         ("low", ctypes.c_uint64),
         ("high", ctypes.c_uint64),
         ("allocated", ctypes.c_uint64),
+        ("capture", ctypes.c_uint64),
     )
 
 
@@ -52,6 +53,7 @@ def touch(stream: int, words: array[int]) -> None:
 
     Raises:
         RaceError: another stream touched the same bytes, and no event orders the two.
+        CaptureError: a capture that is open only records what makes these bytes.
     """
     if words:
         address, count = words.buffer_info()
@@ -73,9 +75,14 @@ def _info(found: _Description) -> AccessInfo:
     )
 
 
-def race_error() -> RaceError:
-    """The race that this thread's last access has run into."""
+def race_error() -> RaceError | CaptureError:
+    """The race that this thread's last access has run into, or its touch of what a capture only records."""
     found = _Race.from_address(runtime.order_race())
+    if found.capture:
+        captured = _info(found.earlier)
+        return CaptureError(
+            f"{_info(found.later)}, outside of the capture,", f"touches what {captured.operator} of the capture makes"
+        )
     earlier = found.earlier.sequence
     place = memory.describe(found.low)
     return RaceError(

@@ -28,7 +28,8 @@ def merged(parts: Iterable[tuple[str, array[int]]]) -> array[int]:
         parts: name of each node, and its words.
     """
     out, seen = array("q"), set()
-    writes, reads = [], []
+    writes: list[array[int]] = []
+    reads: list[array[int]] = []
     for name, words in parts:
         operator, at = text(name), 0
         while at < len(words):

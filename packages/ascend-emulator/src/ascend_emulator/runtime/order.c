@@ -7,6 +7,7 @@
 #include "shadow.h"
 
 int emulator_order_on;
+#define MAX_DIMS 64
 static Shadow *memory;
 static uint64_t sequence; /* accesses and allocations, in the order in which they were told */
 
@@ -15,6 +16,7 @@ typedef struct {
     Description earlier, later;
     uint64_t low, high;
     uint64_t allocated; /* sequence number of the last allocation that holds the bytes, 0 when none was told */
+    uint64_t capture;   /* not a race: the later access is outside of this capture, which only records the earlier one */
 } Race;
 static _Thread_local Race race;
 
@@ -41,6 +43,7 @@ typedef struct Capture {
     uint64_t model;
     aclmdlRICaptureMode mode;
     const Stream *origin;
+    uint64_t sequence; /* when it began */
     int lanes;
     Shadow *shadow;
     struct Capture *next;
@@ -58,7 +61,7 @@ static void enter(Stream *stream, Capture *capture) {
 void lane_begin(Stream *stream, uint64_t model, aclmdlRICaptureMode mode) {
     Capture *capture = calloc(1, sizeof *capture);
     if (!capture) abort();
-    *capture = (Capture){.model = model, .mode = mode, .origin = stream, .shadow = shadow_new(), .next = captures};
+    *capture = (Capture){.model = model, .mode = mode, .origin = stream, .sequence = ++sequence, .shadow = shadow_new(), .next = captures};
     captures = capture;
     enter(stream, capture);
 }
@@ -220,7 +223,7 @@ static int touch_strided(Shadow *shadow, Touch *touch, uint64_t address, uint64_
     }
     int inner = 0; /* dimensions whose runs touch each other are one run */
     for (; inner < kept && (uint64_t)strides[inner] <= run; inner++) run += (uint64_t)((sizes[inner] - 1) * strides[inner]);
-    int64_t index[64] = {0};
+    int64_t index[MAX_DIMS] = {0};
     for (;;) {
         if (shadow_touch(shadow, touch, address, address + run)) return 1;
         int d = inner;
@@ -246,8 +249,26 @@ static Actor actor_of(Stream *stream, Shadow **shadow) {
 }
 
 static int refuse(const Touch *touch) {
-    race = (Race){touch->earlier, *touch->what, touch->low, touch->high, allocated_at(touch->low)};
+    race = (Race){touch->earlier, *touch->what, touch->low, touch->high, allocated_at(touch->low), 0};
     return 1;
+}
+
+/* Memory that was allocated and written in an open capture holds nothing yet: who is outside must not touch it. */
+static int touches_capture(const Description *what, int dims, const int64_t *sizes, const int64_t *strides, uint64_t run) {
+    static const Clock nothing;
+    const Actor outside = {-1, 0, &nothing};
+    for (const Capture *capture = captures; capture; capture = capture->next) {
+        Touch touch = {.actor = &outside, .what = what, .probe = 1};
+        int64_t own_sizes[MAX_DIMS], own_strides[MAX_DIMS];
+        memcpy(own_sizes, sizes, (size_t)dims * sizeof *sizes);
+        memcpy(own_strides, strides, (size_t)dims * sizeof *strides);
+        if (!touch_strided(capture->shadow, &touch, what->address, run, dims, own_sizes, own_strides)) continue;
+        if (!touch.earlier.write || allocated_at(touch.low) <= capture->sequence) continue;
+        refuse(&touch);
+        race.capture = capture->model;
+        return 1;
+    }
+    return 0;
 }
 
 /* Tell that what a stream does now, or its next queued item, touches tensors. `words` holds, per tensor: operator name, argument name, dtype name (addresses of texts that stay), whether it is written, bytes of an
@@ -266,14 +287,15 @@ EMULATOR_API int emulator_order_access(Stream *stream, const int64_t *words, siz
         Description what = {(const char *)(intptr_t)at[0], (const char *)(intptr_t)at[1], (const char *)(intptr_t)at[2],
                             at[3], stream->index, stream->device, dims < ACCESS_DIMS ? dims : ACCESS_DIMS, {0},
                             (uint64_t)at[5], sequence};
-        int64_t own_sizes[64], own_strides[64];
-        for (int i = 0; i < dims && i < 64; i++) {
+        int64_t own_sizes[MAX_DIMS], own_strides[MAX_DIMS];
+        for (int i = 0; i < dims && i < MAX_DIMS; i++) {
             if (i < ACCESS_DIMS) what.sizes[i] = sizes[i];
             own_sizes[i] = sizes[i];
             own_strides[i] = strides[i] * at[4];
         }
         Touch touch = {.actor = &actor, .what = &what};
-        if (touch_strided(shadow, &touch, what.address, (uint64_t)at[4], dims, own_sizes, own_strides))
+        if (captures && !stream->lane && touches_capture(&what, dims, own_sizes, own_strides, (uint64_t)at[4])) found = 1;
+        else if (touch_strided(shadow, &touch, what.address, (uint64_t)at[4], dims, own_sizes, own_strides))
             found = refuse(&touch);
         touch_end(&touch);
         at = strides + dims;

@@ -181,7 +181,7 @@ static int touch_page(Page *page, uint32_t low, uint32_t high, Touch *touch) {
         if (span->low > covered || !known(span->state, touch)) news = 1;
         covered = span->high;
     }
-    if (!news && covered >= high) return 0;
+    if (touch->probe || (!news && covered >= high)) return 0;
     reserve(2 * (last - first) + 4);
     int count = 0;
     Span left = {0}, right = {0}; /* what stays of the outer two */

@@ -27,6 +27,7 @@ typedef struct Shadow Shadow;
 typedef struct {
     const Actor *actor;
     const Description *what;
+    int probe; /* look only */
     Access *made;
     struct State *written, *first_read; /* states of bytes that nobody else touched since */
     struct State *from, *to;            /* the last state that a read was added to, and what came of it */

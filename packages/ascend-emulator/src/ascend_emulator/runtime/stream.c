@@ -1,4 +1,4 @@
-/* Streams, events and the vector clocks that order them. Work itself is queued and run by Python (_queue.py); here are the
+/* Streams, events and what each knows of the others (clock.c). Work itself is queued and run by Python (_queue.py); here are the
  * counters that say how far each stream got, so that recording and querying events never needs Python's lock. */
 #include <stdlib.h>
 #include <string.h>
@@ -12,33 +12,6 @@ static Stream *streams[MAX_STREAMS];
 static int stream_count;
 static Clock host; /* what the host has waited for; its threads count as one */
 static uint64_t host_version = 1;
-
-/* --- clocks --- */
-
-static int grow(Clock *clock, int count) {
-    if (clock->count >= count) return 1;
-    Stamp *entries = realloc(clock->entries, (size_t)count * sizeof *entries);
-    if (!entries) return 0;
-    memset(entries + clock->count, 0, (size_t)(count - clock->count) * sizeof *entries);
-    clock->entries = entries;
-    clock->count = count;
-    return 1;
-}
-
-void clock_merge(Clock *into, const Clock *from) {
-    if (!grow(into, from->count)) return;
-    for (int i = 0; i < from->count; i++)
-        if (from->entries[i] > into->entries[i]) into->entries[i] = from->entries[i];
-}
-
-void clock_see(Clock *clock, int lane, Stamp bound) {
-    if (grow(clock, lane + 1) && clock->entries[lane] < bound) clock->entries[lane] = bound;
-}
-
-void clock_free(Clock *clock) {
-    free(clock->entries);
-    *clock = (Clock){0};
-}
 
 /* The bound of a whole item. */
 static Stamp after(uint64_t ticket) { return (ticket + 1) << STEP_BITS; }
@@ -133,7 +106,13 @@ EMULATOR_API aclError aclrtStreamGetId(aclrtStream stream, int32_t *streamId) {
     return ACL_SUCCESS;
 }
 
+static aclError captured(const Stream *stream, const char *what) {
+    emulator_call(CALL_CAPTURE_FAILED, NULL, NULL, what, stream->model, 0);
+    return emulator_fail(ERROR_STREAM_CAPTURED, "%s while a graph is being captured", what);
+}
+
 EMULATOR_API aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus *status) {
+    if (stream && ((Stream *)stream)->model) return captured(stream, "query of the stream");
     *status = emulator_pending(stream) ? ACL_STREAM_STATUS_NOT_READY : ACL_STREAM_STATUS_COMPLETE;
     return ACL_SUCCESS;
 }
@@ -316,7 +295,14 @@ EMULATOR_API aclError aclrtResetEvent(aclrtEvent event, aclrtStream stream) {
     return ACL_SUCCESS;
 }
 
+static int in_capture(const Event *event) { return event->model && event->point->stream->model == event->model; }
+
+static aclError captured_event(const char *what) {
+    return emulator_fail(ERROR_CAPTURED_EVENT, "%s of an event that was recorded in the running capture", what);
+}
+
 EMULATOR_API aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus *status) {
+    if (in_capture(event)) return captured_event("query");
     *status = done(event) ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
     return ACL_SUCCESS;
 }
@@ -342,11 +328,6 @@ EMULATOR_API aclError aclrtEventGetTimestamp(aclrtEvent event, uint64_t *timesta
 
 /* --- waits of the host --- */
 
-static aclError captured(const Stream *stream, const char *what) {
-    emulator_call(CALL_CAPTURE_FAILED, NULL, NULL, what, stream->model, 0);
-    return emulator_fail(ERROR_STREAM_CAPTURED, "%s while a graph is being captured", what);
-}
-
 EMULATOR_API aclError aclrtSynchronizeStream(aclrtStream stream) {
     Stream *on = stream;
     if (!on) return ACL_SUCCESS;
@@ -363,8 +344,7 @@ EMULATOR_API aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int3
 
 EMULATOR_API aclError aclrtSynchronizeEvent(aclrtEvent event) {
     Event *it = event;
-    if (it->model && it->point->stream->model == it->model)
-        return emulator_fail(ERROR_CAPTURED_EVENT, "synchronize of an event that was recorded in the running capture");
+    if (in_capture(it)) return captured_event("synchronize");
     if (emulator_active && it->point) return emulator_call(CALL_SYNCHRONIZE_EVENT, NULL, it, NULL, 0, 0);
     emulator_host_sees_event(it);
     return ACL_SUCCESS;

@@ -1,0 +1,124 @@
+"""Owns the proof that every wait of the cache is needed: without any one of them the emulator finds a race, every time.
+
+Nothing is held back here and no bytes are compared: streams run in issue order, so a missing wait changes no result. It
+is the order itself that is checked, so it does not depend on timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ascend_emulator
+import pytest
+import torch_npu
+from kv_pool.hicache import HostLayout, Lane, MoverName, Streams
+
+NPU = "npu:0"
+MOVERS: list[tuple[MoverName, HostLayout]] = [("dim_exchange", "page_first_direct"), ("indexed", "layer_first")]
+TIMES = 5
+Text = Callable[[int, int], list[int]]
+MakeCache = Callable[..., Any]
+
+each_mover = pytest.mark.parametrize(("mover", "host_layout"), MOVERS)
+
+
+@pytest.fixture
+def make_bench(
+    make_cache: MakeCache, without_wait: Callable[[Lane], Streams], mover: MoverName, host_layout: HostLayout
+) -> Callable[[Lane | None], Any]:
+    """A cache of which one lane never waits, or none."""
+
+    def make(deaf: Lane | None) -> Any:
+        streams = None if deaf is None else without_wait(deaf)
+        bench = make_cache(NPU, mover=mover, host_layout=host_layout, streams=streams)
+        torch_npu.npu.synchronize()
+        return bench
+
+    return make
+
+
+def computed_then_backed_up(bench: Any, text: Text, name: int) -> None:
+    """K and V of a prompt are computed; handing it in starts the backup."""
+    acquired = bench.cache.acquire(text(name, 13))
+    for page in acquired.pages.tolist():
+        bench.pool.key_storage[:, page].fill_(name)
+    bench.cache.finish(acquired, text(name, 12))
+    bench.cache.drain()
+
+
+def read_then_loaded_over(bench: Any, text: Text, name: int) -> None:
+    """A request reads its pages and gives them back; a load puts another prompt into the same pages."""
+    reader = bench.cache.acquire(text(100 + name, 13))
+    for page in reader.pages.tolist():
+        bench.pool.key(0)[page].fill_(0)
+    torch_npu.npu.synchronize()
+    for page in reader.pages.tolist():
+        bench.pool.key(0)[page].clone()
+    bench.cache.abort(reader)
+    acquired = bench.cache.acquire(text(1, 13))
+    assert acquired.host_hit_tokens and set(reader.pages.tolist()) & set(acquired.pages.tolist())
+    try:
+        bench.cache.load(acquired)
+    finally:
+        bench.cache.abort(acquired)
+        bench.cache.drain()
+        bench.cache.evict(8)
+
+
+def loaded_then_read(bench: Any, text: Text, name: int) -> None:
+    """A prompt comes back from the host; attention reads a layer of it."""
+    acquired = bench.cache.acquire(text(1, 13))
+    assert acquired.host_hit_tokens
+    bench.cache.load(acquired)
+    acquired.wait_layer(0)
+    try:
+        bench.pool.key(0)[int(acquired.pages[0])].clone()
+    finally:
+        bench.cache.abort(acquired)
+        bench.cache.drain()
+        bench.cache.evict(8)
+
+
+# What is done, and whether prompt 1 has to be on the host before.
+CASES: dict[Lane, tuple[Callable[[Any, Text, int], None], bool]] = {
+    "backup": (computed_then_backed_up, False),
+    "load": (read_then_loaded_over, True),
+    "compute": (loaded_then_read, True),
+}
+
+
+@each_mover
+@pytest.mark.parametrize("lane", CASES)
+def test_without_its_wait_a_lane_races_every_time(
+    make_bench: Callable[[Lane | None], Any], text: Text, lane: Lane
+) -> None:
+    work, on_host = CASES[lane]
+    found = 0
+    for name in range(1, TIMES + 1):
+        bench = make_bench(lane)
+        if on_host:
+            bench.serve(text(1, 13))
+            bench.cache.drain()
+            bench.cache.evict(8)
+            torch_npu.npu.synchronize()
+        with pytest.raises(ascend_emulator.RaceError):
+            work(bench, text, name)
+        found += 1
+        torch_npu.npu.synchronize()
+    assert found == TIMES
+
+
+@each_mover
+@pytest.mark.parametrize("lane", CASES)
+def test_with_all_waits_there_is_no_race(make_bench: Callable[[Lane | None], Any], text: Text, lane: Lane) -> None:
+    work, on_host = CASES[lane]
+    bench = make_bench(None)
+    if on_host:
+        bench.serve(text(1, 13))
+        bench.cache.drain()
+        bench.cache.evict(8)
+    for name in range(1, TIMES + 1):
+        work(bench, text, name)
+    torch_npu.npu.synchronize()
+    bench.check_books()
