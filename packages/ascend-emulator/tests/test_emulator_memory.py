@@ -80,7 +80,7 @@ def test_a_block_that_the_allocator_hands_out_again_is_poisoned_again() -> None:
 
 def test_memory_given_back_to_the_device_is_poisoned() -> None:
     torch_npu.npu.empty_cache()
-    tensor = torch.ones(12 << 20, dtype=torch.uint8, device="npu")  # so large that it has a block of its own
+    tensor = torch.ones(64 << 20, dtype=torch.uint8, device="npu")  # so large that it has a block of its own
     alias = torch.frombuffer((ctypes.c_uint8 * 16).from_address(tensor.data_ptr()), dtype=torch.uint8)
     assert set(alias.tolist()) == {1}
     del tensor
