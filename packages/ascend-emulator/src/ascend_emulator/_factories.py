@@ -1,7 +1,7 @@
 """Operators that make tensors: fresh memory is poisoned, filled memory is allocated on the device and filled in place.
 
-It owns `empty*`, `resize_`, `zeros`, `ones`, `full`, and what `record_stream` says of memory; other factories go through
-the general wrapper.
+It owns `empty*`, `resize_`, `zeros`, `ones`, `full`, and what `record_stream` says of memory; other factories go
+through the general wrapper.
 """
 
 from __future__ import annotations

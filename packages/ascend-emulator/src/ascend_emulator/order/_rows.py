@@ -27,7 +27,8 @@ class Rows:
     """Rows of a tensor.
 
     Attributes:
-        index: which; any shape, any integer dtype; those outside the tensor are the kernel's to refuse.
+        index: which; any shape, any integer dtype; negative ones count from the end, those outside the tensor are the
+            kernel's to refuse.
         leading: how many leading dimensions a row number runs over, 1 or 2.
     """
 
@@ -36,10 +37,11 @@ class Rows:
 
     def runs(self, extent: int) -> Iterator[tuple[int, int]]:
         """First row and number of rows of each run of consecutive rows, ascending."""
-        rows = self.index.reshape(-1).to(torch.int64)
-        rows = torch.unique(torch.where(rows < 0, rows + extent, rows))
+        rows = {row if row >= 0 else row + extent for row in self.index.reshape(-1).tolist()}
         first = count = 0
-        for row in rows[(rows >= 0) & (rows < extent)].tolist():
+        for row in sorted(rows):
+            if not 0 <= row < extent:
+                continue
             if count and row == first + count:
                 count += 1
                 continue
@@ -60,11 +62,10 @@ def _slots(cache: torch.Tensor, slots: torch.Tensor, page_size: int) -> Rows:
 
 def _pages(table: torch.Tensor, lengths: Any, page_size: int) -> Rows:
     """Pages that the first `lengths` tokens of each row lie in; all of the table when the lengths are not known."""
-    known = None if lengths is None else torch.as_tensor(lengths).reshape(-1)
-    if known is None or known.numel() != table.shape[0]:
+    known = lengths.reshape(-1).tolist() if isinstance(lengths, torch.Tensor) else lengths
+    if not known or len(known) != table.shape[0]:
         return Rows(table)
-    columns = torch.arange(table.shape[1])
-    return Rows(table[columns[None] < ((known + page_size - 1) // page_size)[:, None]])
+    return Rows(torch.cat([row[: -(-length // page_size)] for row, length in zip(table, known, strict=True)]))
 
 
 # --- aten ---

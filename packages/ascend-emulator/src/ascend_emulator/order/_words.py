@@ -94,7 +94,10 @@ class Refined:
     def words(self, args: Any, kwargs: dict[str, Any]) -> array[int]:
         """The words, from the arguments as the CPU kernel takes them: tensors over the same bytes."""
         plan = self.plan
-        rows = self.refine(lambda name: plan.value(name, args, kwargs))
+        try:
+            rows = self.refine(lambda name: plan.value(name, args, kwargs))
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError):
+            rows = {}  # arguments that the kernel will refuse in its own words
         words = array("q")
         operator, unmarked = text(plan.name), UNMARKED_WRITES.get(plan.base, ())
         for argument, device in self.touched:

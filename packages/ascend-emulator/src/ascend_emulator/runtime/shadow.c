@@ -164,8 +164,15 @@ static void reserve(int spans) {
     scratch_capacity = spans * 2;
 }
 
+static int start(const Page *page, uint32_t low, const Touch *touch) {
+    int at = touch->at;
+    if (page != touch->page || at > page->count || (at && page->spans[at - 1].high > low)) return first_after(page, low);
+    return at == page->count || page->spans[at].high > low ? at : first_after(page, low);
+}
+
 static int touch_page(Page *page, uint32_t low, uint32_t high, Touch *touch) {
-    int first = first_after(page, low), last = first, news = 0;
+    int first = start(page, low, touch), last = first, news = 0;
+    touch->page = page;
     uint32_t covered = low;
     for (; last < page->count && page->spans[last].low < high; last++) {
         const Span *span = &page->spans[last];
@@ -181,6 +188,7 @@ static int touch_page(Page *page, uint32_t low, uint32_t high, Touch *touch) {
         if (span->low > covered || !known(span->state, touch)) news = 1;
         covered = span->high;
     }
+    touch->at = last;
     if (touch->probe || (!news && covered >= high)) return 0;
     reserve(2 * (last - first) + 4);
     int count = 0;
@@ -208,8 +216,10 @@ static int touch_page(Page *page, uint32_t low, uint32_t high, Touch *touch) {
         }
         put(&count, at, high, touch->first_read);
     }
+    int behind = count;
     if (right.state) put(&count, right.low, right.high, right.state);
     replace(page, first, last, count);
+    touch->at = first + behind;
     return 0;
 }
 
@@ -293,7 +303,8 @@ int shadow_touch(Shadow *shadow, Touch *touch, uint64_t low, uint64_t high) {
         uint64_t number = low >> PAGE_BITS, end = (number + 1) << PAGE_BITS;
         if (end > high) end = high;
         uint64_t base = number << PAGE_BITS;
-        if (touch_page(page_at(shadow, number), (uint32_t)(low - base), (uint32_t)(end - base), touch)) {
+        Page *page = touch->page && touch->page->number == number ? touch->page : page_at(shadow, number);
+        if (touch_page(page, (uint32_t)(low - base), (uint32_t)(end - base), touch)) {
             extend(shadow, touch, high);
             return 1;
         }

@@ -31,6 +31,8 @@ typedef struct {
     Access *made;
     struct State *written, *first_read; /* states of bytes that nobody else touched since */
     struct State *from, *to;            /* the last state that a read was added to, and what came of it */
+    struct Page *page;                  /* where the last run was, and behind which span: views go upwards */
+    int at;
     const Access *other;                /* after a conflict: with whom, which bytes */
     Description earlier;
     uint64_t low, high;
