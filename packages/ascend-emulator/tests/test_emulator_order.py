@@ -256,6 +256,26 @@ def test_attention_reads_the_pages_of_its_block_table(attention: Any) -> None:
         attention.attend([257])
 
 
+def test_outputs_that_a_schema_does_not_mark_are_writes(attention: Any) -> None:
+    side, out = Stream(), [torch.zeros(1, 1, 1, 64, dtype=torch.float16, device="npu"), torch.zeros(1, device="npu")]
+    torch_npu.npu.synchronize()
+    torch_npu.npu_fused_infer_attention_score_v2.out(
+        attention.static_query,
+        attention.key_cache,
+        attention.value_cache,
+        actual_seq_kvlen=[3],
+        block_table=attention.table,
+        num_query_heads=1,
+        num_key_value_heads=1,
+        softmax_scale=0.125,
+        block_size=128,
+        input_layout="BSND",
+        out=out,
+    )
+    with pytest.raises(emulator.RaceError, match=r"npu_fused_infer_attention_score_v2\.out writes out"):
+        on(side, lambda: out[0] + 1)
+
+
 def test_memory_that_another_stream_still_uses_is_not_free() -> None:
     side = Stream()
     size = 3 << 20

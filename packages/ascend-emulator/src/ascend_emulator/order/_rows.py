@@ -19,7 +19,22 @@ Get: TypeAlias = Callable[[str], Any]
 Refine: TypeAlias = "Callable[[Get], dict[str, Rows]]"
 
 # Operators that write arguments which their schema does not mark.
-UNMARKED_WRITES: dict[str, tuple[str, ...]] = {"npu::npu_kv_rmsnorm_rope_cache": ("k_cache", "ckv_cache")}
+UNMARKED_WRITES: dict[str, tuple[str, ...]] = {
+    "npu::npu_fused_infer_attention_score": ("out",),
+    "npu::npu_fused_infer_attention_score_v2": ("out",),
+    "npu::npu_kv_rmsnorm_rope_cache": ("k_cache", "ckv_cache"),
+    "npu::cache_loc_assign": ("token_pool",),
+    "npu::cache_loc_update": ("out_cache_loc",),
+    "npu::causal_conv1d": ("conv_states",),
+    "npu::apply_token_bitmask": ("logits",),
+    "npu::build_tree_kernel_efficient": (
+        "tree_mask",
+        "positions",
+        "retrive_index",
+        "retrive_next_token",
+        "retrive_next_sibling",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -91,6 +106,8 @@ def _embedding(get: Get) -> dict[str, Rows]:
 
 # --- NPU operators ---
 
+_KEY_VALUE = ("key_cache", "value_cache")
+
 
 def _scatter_nd(get: Get) -> dict[str, Rows]:
     indices, target = get("indices"), get("input")
@@ -102,7 +119,7 @@ def _scatter_nd(get: Get) -> dict[str, Rows]:
 
 def _reshape_and_cache(get: Get) -> dict[str, Rows]:
     slots = get("slot_indices")
-    caches = {name: get(name) for name in ("key_cache", "value_cache")}
+    caches = {name: get(name) for name in _KEY_VALUE}
     return {name: _slots(cache, slots, cache.shape[1]) for name, cache in caches.items() if cache is not None}
 
 
@@ -110,7 +127,7 @@ def _scatter_pa(get: Get) -> dict[str, Rows]:
     if get("compress_lens") is not None:
         return {}
     slots, nz = get("slot_mapping"), get("cache_mode") in (None, "PA_NZ") and get("key_cache").dim() == 4
-    caches = {name: get(name) for name in ("key_cache", "value_cache")}
+    caches = {name: get(name) for name in _KEY_VALUE}
     return {
         name: _slots(cache, slots, cache.shape[2 if nz and cache.shape[3] in (16, 32) else 1])
         for name, cache in caches.items()
@@ -119,16 +136,22 @@ def _scatter_pa(get: Get) -> dict[str, Rows]:
 
 
 def _gather_pa(get: Get) -> dict[str, Rows]:
-    if get("is_seq_lens_cumsum") or get("seq_offset") is not None:
-        return {name: Rows(get("block_tables")) for name in ("key_cache", "value_cache")}
-    return {
-        name: _pages(get("block_tables"), get("seq_lens"), get(name).shape[1]) for name in ("key_cache", "value_cache")
-    }
+    whole = get("is_seq_lens_cumsum") or get("seq_offset") is not None
+    lengths = None if whole else get("seq_lens")
+    return {name: _pages(get("block_tables"), lengths, get(name).shape[1]) for name in _KEY_VALUE}
 
 
-def _paged_attention(get: Get) -> dict[str, Rows]:
-    names = [name for name in ("key_cache", "value_cache") if get(name) is not None]
-    return {name: _pages(get("block_table"), get("context_lens"), get(name).shape[1]) for name in names}
+def _paged(caches: tuple[str, ...], table: str, lengths: str) -> Refine:
+    """Operators that read the pages of a block table; the second dimension of a cache is the page's size."""
+
+    def refine(get: Get) -> dict[str, Rows]:
+        pages, known = get(table), get(lengths)
+        if pages is None:
+            return {}
+        there = {name: get(name) for name in caches}
+        return {name: _pages(pages, known, cache.shape[1]) for name, cache in there.items() if cache is not None}
+
+    return refine
 
 
 def _fused_attention(lengths: str) -> Refine:
@@ -165,9 +188,14 @@ REFINED: dict[str, Refine] = {
     "npu::npu_scatter_pa_kv_cache": _scatter_pa,
     "npu::npu_scatter_pa_cache": _scatter_pa,
     "npu::npu_gather_pa_kv_cache": _gather_pa,
-    "atb::npu_paged_cache_load": _paged_attention,
-    "atb::_npu_paged_attention": _paged_attention,
-    "atb::_npu_paged_attention_mla": _paged_attention,
+    "npu::npu_gather_pa_kv_cache_functional": _gather_pa,
+    "atb::npu_paged_cache_load": _paged(_KEY_VALUE, "block_table", "context_lens"),
+    "atb::_npu_paged_attention": _paged(_KEY_VALUE, "block_table", "context_lens"),
+    "atb::_npu_paged_attention_mla": _paged(_KEY_VALUE, "block_table", "context_lens"),
+    "atb::_npu_flash_attention_qlens": _paged(_KEY_VALUE, "block_table", "context_lens"),
+    "atb::npu_multi_head_latent_attention": _paged(("ctkv", "k_rope"), "block_tables", "context_lens"),
+    "npu::npu_lightning_indexer": _paged(("key",), "block_table", "actual_seq_lengths_key"),
+    "npu::npu_sparse_flash_attention": _paged(("key", "value", "key_rope"), "block_table", "actual_seq_lengths_kv"),
     "npu::npu_fused_infer_attention_score": _fused_attention("actual_seq_lengths_kv"),
     "npu::npu_fused_infer_attention_score_v2": _fused_attention("actual_seq_kvlen"),
     "npu::npu_kv_rmsnorm_rope_cache": _rope_cache,

@@ -123,14 +123,14 @@ def accesses_of(plan: Plan, args: Any, kwargs: dict[str, Any]) -> Accesses:
     words = array("q")
     operator, unmarked = text(plan.name), UNMARKED_WRITES.get(plan.base, ())
     for argument in plan.arguments:
-        value = plan.value(argument.name, args, kwargs)
+        value, written = plan.value(argument.name, args, kwargs), argument.written or argument.name in unmarked
         if isinstance(value, _Tensor):
             if not value.is_cpu:
-                _add(words, operator, argument.name, value, argument.written or argument.name in unmarked)
+                _add(words, operator, argument.name, value, written)
         elif argument.kind == "tensors" and value is not None:
             for item in value:
                 if isinstance(item, _Tensor) and not item.is_cpu:
-                    _add(words, operator, argument.name, item, argument.written)
+                    _add(words, operator, argument.name, item, written)
     return words
 
 
