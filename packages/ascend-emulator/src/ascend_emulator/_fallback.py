@@ -42,15 +42,18 @@ _OWN: dict[str, Callable[..., Any]] = {
 _OWN_COMPILED = (
     "copy_", "_local_scalar_dense", "empty.memory_format", "empty_strided", "empty_like", "zeros", "ones", "full",
 )  # fmt: skip
-# What torch writes with other operators, and torch_npu runs as a device kernel of its own, most of it under autograd.
-_COMPOSITE = (
-    "fill_diagonal_", "gru.input", "lstm.input", "lstm_cell", "one_hot", "slogdet",
+# What torch differentiates or writes with other operators, and torch_npu runs as device kernels of its own.
+_AS_TORCH = (
+    "binary_cross_entropy_with_logits", "fill_diagonal_", "gru.input", "kl_div", "l1_loss", "lstm.input", "lstm_cell",
+    "max.out", "min.out", "nanmean.out", "one_hot", "renorm", "repeat_interleave.self_int",
+    "repeat_interleave.self_Tensor", "slogdet",
 )  # fmt: skip
 # The same, written here; their gradients are those of the operators inside.
 _DIFFERENTIABLE: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": scaled_dot_product_attention,
     "_thnn_fused_lstm_cell": lstm_cell,
 }
+_NPU = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
 _SHAPE_ONLY = ("_get_max_workspace", "_infer_output", "_get_workspace")
 _kernels: dict[str, Callable[..., Any]] = {}
 _libraries: dict[str, torch.library.Library] = {}
@@ -111,10 +114,8 @@ def register_aten(compiled: Compiled | None) -> int:
         _implement(plan.name, npu_kernel(plan, operator))
     for name, kernel in _OWN.items():
         _implement(f"aten::{name}", kernel)
-    for name in _COMPOSITE:
-        _implement(f"aten::{name}", _composite(f"aten::{name}"))
-        if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutogradPrivateUse1"):
-            _implement(f"aten::{name}", _composite(f"aten::{name}"), "AutogradPrivateUse1")
+    for name in _AS_TORCH:
+        _implement(f"aten::{name}", _as_torch(f"aten::{name}"), "AutogradPrivateUse1")
     for name, kernel in _DIFFERENTIABLE.items():
         for key in ("AutogradPrivateUse1", "PrivateUse1"):
             _implement(f"aten::{name}", kernel, key)
@@ -127,10 +128,10 @@ def register_aten(compiled: Compiled | None) -> int:
     return len(plans)
 
 
-def _composite(name: str) -> Callable[..., Any]:
-    """The operator as torch writes it with other operators."""
-    kernel = torch.library.get_kernel(name, "CPU")  # of a composite: the same at every key
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+def _as_torch(name: str) -> Callable[..., Any]:
+    """What torch does with the operator under autograd: its own derivative, or a form with other operators."""
+    kernel = torch.library.get_kernel(name, "AutogradCPU")
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse1) | _NPU
     return lambda *args, **kwargs: kernel.call_boxed(keys, *args, **kwargs)
 
 

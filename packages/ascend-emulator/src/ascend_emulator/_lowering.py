@@ -21,14 +21,15 @@ _Tensor = torch.Tensor
 
 
 class Lowered:
-    """Arguments of one call as the CPU kernel takes them."""
+    """Arguments of one call as the CPU kernel takes them; `elsewhere`: the results belong on the host."""
 
-    __slots__ = ("args", "device", "kwargs", "mixed")
+    __slots__ = ("args", "device", "elsewhere", "kwargs", "mixed")
 
     def __init__(self) -> None:
         self.args: list[Any] = []
         self.kwargs: dict[str, Any] = {}
         self.device: torch.device | None = None
+        self.elsewhere = False
         self.mixed = False
 
 
@@ -60,6 +61,7 @@ def _lower_tensor(out: Lowered, plan: Plan, x: torch.Tensor, written: bool) -> t
 
 def _lower_device(out: Lowered, x: torch.device) -> torch.device:
     if x.type != "npu":
+        out.elsewhere = True
         return x
     if out.device is None:
         out.device = x if x.index is not None else torch.device("npu", torch_npu.npu.current_device())
@@ -130,8 +132,9 @@ def bring_home(plan: Plan, args: Any, kwargs: dict[str, Any], lowered: Lowered) 
         pairs = zip(own, other, strict=True) if argument.kind == "tensors" else ((own, other),)
         for target, source in pairs:
             if isinstance(target, _Tensor) and not target.is_cpu and target.shape != source.shape:
-                target.resize_(source.shape)
-                alias(target).copy_(source)
+                result = source.clone()  # its bytes may be the target's own
+                _reshape(target, result)
+                alias(target).copy_(result)
 
 
 def resize_out(plan: Plan, args: Any, kwargs: dict[str, Any], stand_in: Any, *, capturing: bool) -> None:
@@ -143,7 +146,13 @@ def resize_out(plan: Plan, args: Any, kwargs: dict[str, Any], stand_in: Any, *, 
             if isinstance(target, _Tensor) and not target.is_cpu and target.shape != wanted.shape:
                 if capturing and target.numel():
                     raise CaptureError(plan.name, f"resizes its output {tuple(target.shape)} to {tuple(wanted.shape)}")
-                target.resize_(wanted.shape)
+                _reshape(target, wanted)
+
+
+def _reshape(target: torch.Tensor, like: torch.Tensor) -> None:
+    """Give an out= tensor another shape, with the strides that the kernel chose."""
+    target.resize_(like.shape)
+    target.as_strided_(like.shape, like.stride())
 
 
 def results(

@@ -109,6 +109,8 @@ def npu_kernel(
             out = fn(*lowered.args, **lowered.kwargs)
 
         def lift(x: torch.Tensor) -> torch.Tensor:
+            if lowered.elsewhere:
+                return x
             tensor = allocate(x.shape, x.stride(), x.dtype, device)
             if checking:
                 order.touch(stream, order.results_of(plan, [tensor]))
@@ -151,6 +153,8 @@ def npu_kernel(
         device = npu_device(lowered)
         queue = current_queue(device.index)
         graph = capturing_graph(queue)
+        if lowered.elsewhere:
+            return compute(args, kwargs, lowered)
         if graph is None:
             if not queue.items or scheduler.progress(queue) is None:
                 return compute(args, kwargs, lowered)
@@ -185,7 +189,7 @@ def npu_kernel(
         targets: list[torch.Tensor] = []
         returned: Any
         if new_results or plan.resizes or plan.name.startswith("aten::"):
-            out, stand_in = infer(operator, cpu, args, kwargs)
+            out, stand_in = infer(plan.name, operator, cpu, args, kwargs)
             if plan.resizes:
                 resize_out(plan, args, kwargs, stand_in, capturing=graph is not None)
                 lowered = lower(plan, args, kwargs)

@@ -73,7 +73,7 @@ class Lowered {
           if (!push_all(value)) return false;
           break;
         case Kind::DEVICE:
-          push(value.toDevice());
+          if (!push(value.toDevice())) return false;
           break;
         case Kind::PIN_MEMORY:
           stack.emplace_back(false);
@@ -147,12 +147,11 @@ class Lowered {
     return true;
   }
 
-  void push(Device device) {
-    if (device.type() == NPU) {
-      if (!device_) device_ = device.has_index() ? device : current_device();
-      device = Device(c10::kCPU);
-    }
-    stack.emplace_back(device);
+  bool push(Device device) {
+    if (device.type() != NPU) return false;
+    if (!device_) device_ = device.has_index() ? device : current_device();
+    stack.emplace_back(Device(c10::kCPU));
+    return true;
   }
 
   const std::vector<Kind>& kinds_;
@@ -254,8 +253,9 @@ class Operator final : public InFront {
       const at::Tensor& target = own.toTensor();
       const at::Tensor& source = alias.toTensor();
       if (!target.defined() || !on_npu(target) || target.sizes() == source.sizes()) return;
-      const at::Tensor result = source.clone();
+      const at::Tensor result = source.clone(); // where the target's bytes are
       target.resize_(result.sizes());
+      target.as_strided_(result.sizes(), result.strides());
       Aliases()(target).copy_(result);
     } else if (own.isTensorList()) {
       const auto targets = own.toTensorVector(), sources = alias.toTensorVector();
@@ -325,14 +325,15 @@ void put_in_front(const OperatorHandle& op, Arguments&&... arguments) {
 
 void put_in_front(const std::string& name, const std::string& overload, unsigned flags) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
-  if (name == "aten::empty") return put_in_front<Empty>(op, originals().empty);
-  if (name == "aten::empty_strided") return put_in_front<Empty>(op, originals().empty_strided);
-  if (name == "aten::empty_like") return put_in_front<EmptyLike>(op);
-  if (name == "aten::zeros") return put_in_front<Filled>(op, c10::Scalar(0));
-  if (name == "aten::ones") return put_in_front<Filled>(op, c10::Scalar(1));
-  if (name == "aten::full") return put_in_front<Filled>(op, std::nullopt);
-  if (name == "aten::copy_") return put_in_front<Copy>(op);
-  if (name == "aten::_local_scalar_dense") return put_in_front<Item>(op);
+  const std::string full = overload.empty() ? name : name + "." + overload;
+  if (full == "aten::empty.memory_format") return put_in_front<Empty>(op, originals().empty);
+  if (full == "aten::empty_strided") return put_in_front<Empty>(op, originals().empty_strided);
+  if (full == "aten::empty_like") return put_in_front<EmptyLike>(op);
+  if (full == "aten::zeros") return put_in_front<Filled>(op, c10::Scalar(0));
+  if (full == "aten::ones") return put_in_front<Filled>(op, c10::Scalar(1));
+  if (full == "aten::full") return put_in_front<Filled>(op, std::nullopt);
+  if (full == "aten::copy_") return put_in_front<Copy>(op);
+  if (full == "aten::_local_scalar_dense") return put_in_front<Item>(op);
   put_in_front<Operator>(op, flags);
 }
 
