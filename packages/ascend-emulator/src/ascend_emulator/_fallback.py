@@ -46,7 +46,7 @@ _OWN_COMPILED = (
 _AS_TORCH = (
     "binary_cross_entropy_with_logits", "fill_diagonal_", "gru.input", "kl_div", "l1_loss", "lstm.input", "lstm_cell",
     "max.out", "min.out", "nanmean.out", "one_hot", "renorm", "repeat_interleave.self_int",
-    "repeat_interleave.self_Tensor", "slogdet",
+    "repeat_interleave.self_Tensor", "slogdet", "stft",
 )  # fmt: skip
 # The same, written here; their gradients are those of the operators inside.
 _DIFFERENTIABLE: dict[str, Callable[..., Any]] = {

@@ -76,7 +76,7 @@ def npu_kernel(
     Returns:
         A function for `torch.library.Library.impl(..., "PrivateUse1")`.
     """
-    cpu: Callable[..., Any] = call or operator
+    cpu: Callable[..., Any] = call or operator._op
     simple = not (plan.randomness or plan.needs_host or plan.is_index)
 
     def npu_device(lowered: Lowered) -> torch.device:
@@ -209,14 +209,17 @@ def npu_kernel(
             returned = results(plan, args, kwargs, (None,) * len(plan.returns), lambda x: x)
         fn = prepare(lowered, device, graph)
 
+        expected = [target.shape for target in targets]
+
         def execute(own_args: Any, own_kwargs: dict[str, Any]) -> None:
             produced = fn(*own_args, **own_kwargs)
             if not targets:
                 return
-            for target, source in zip(targets, new_tensors(plan, produced), strict=True):
-                if target.shape != source.shape:
+            sources = (produced,) if isinstance(produced, _Tensor) else new_tensors(plan, produced)
+            for target, shape, source in zip(targets, expected, sources, strict=True):
+                if shape != source.shape:
                     raise RuntimeError(
-                        f"{plan.name} produced shape {tuple(source.shape)}, its meta kernel said {tuple(target.shape)}"
+                        f"{plan.name} produced shape {tuple(source.shape)}, its meta kernel said {tuple(shape)}"
                     )
                 target.copy_(source)
 
