@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import ascend_emulator
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))  # helpers beside the tests
 ascend_emulator.install()
 
 import torch  # noqa: E402

@@ -26,6 +26,7 @@ NAMES = [
     "KernelNotFoundError",
     "MissingPackageError",
     "NotInstalledError",
+    "OperatorNotEmulatedError",
     "RaceError",
     "RuntimeBuildError",
     "VersionPairError",

@@ -37,6 +37,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "copy.c",
         "launch.c",
         "support.c",
+        "profiler.c",
     ),
     "libacl_op_compiler.so": ("compiler.c",),
     "libhccl.so": ("empty.c",),
@@ -44,6 +45,8 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "libgraph.so": ("empty.c",),
     "libacl_tdt_channel.so": ("empty.c",),
     "libatb.so": ("atb.c",),
+    "libmsprofiler.so": ("profiler.c",),
+    "libascend_hal.so": ("hal.c",),
 }
 FALLBACK = "libascend_emulator_operators.so"
 

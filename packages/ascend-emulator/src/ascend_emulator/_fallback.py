@@ -17,6 +17,7 @@ from ._factories import FACTORIES
 from ._native import Compiled
 from ._operators import npu_kernel
 from ._schema import Plan, find_operator, plan_of
+from ._unemulated import name_unemulated
 from .errors import KernelNotFoundError
 
 __all__ = ["register", "register_aten"]
@@ -44,9 +45,9 @@ _OWN_COMPILED = (
 )  # fmt: skip
 # What torch differentiates or writes with other operators, and torch_npu runs as device kernels of its own.
 _AS_TORCH = (
-    "binary_cross_entropy_with_logits", "fill_diagonal_", "gru.input", "kl_div", "l1_loss", "lstm.input", "lstm_cell",
-    "max.out", "min.out", "nanmean.out", "one_hot", "renorm", "repeat_interleave.self_int",
-    "repeat_interleave.self_Tensor", "slogdet", "stft",
+    "binary_cross_entropy_with_logits", "fft_fftshift", "fft_ifftshift", "fill_diagonal_", "gru.input", "kl_div",
+    "l1_loss", "lstm.input", "lstm_cell", "max.out", "min.out", "nanmean.out", "one_hot", "renorm",
+    "repeat_interleave.self_int", "repeat_interleave.self_Tensor", "slogdet", "stft",
 )  # fmt: skip
 # The same, written here; their gradients are those of the operators inside.
 _DIFFERENTIABLE: dict[str, Callable[..., Any]] = {
@@ -109,6 +110,7 @@ def register_aten(compiled: Compiled | None) -> int:
     """
     if compiled is not None:
         compiled.take_originals()
+        name_unemulated(compiled)  # first: kernels take their place
     plans = _general()
     for plan, operator in plans:
         _implement(plan.name, npu_kernel(plan, operator))

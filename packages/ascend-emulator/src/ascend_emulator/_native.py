@@ -53,9 +53,11 @@ class Compiled:
     def __init__(self, library: ctypes.PyDLL) -> None:
         self._take_originals = library.emulator_take_originals
         self._put_in_front = library.emulator_put_in_front
-        for function in (self._take_originals, self._put_in_front):
+        self._name_missing = library.emulator_name_missing
+        for function in (self._take_originals, self._put_in_front, self._name_missing):
             function.restype = ctypes.c_char_p
         self._put_in_front.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_uint]
+        self._name_missing.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
 
     def take_originals(self) -> None:
         """Keep torch_npu's own allocating kernels; call it before they are replaced."""
@@ -65,6 +67,11 @@ class Compiled:
         """Put a compiled kernel before the operator's Python kernel, which must be registered already."""
         name, _, overload = plan.name.partition(".")
         self._check(self._put_in_front(name.encode(), overload.encode(), int(_flags(plan))))
+
+    def name_missing(self, name: str) -> None:
+        """Let torch_npu's own kernel of an operator run, and name the operator when it launches a device kernel."""
+        base, _, overload = name.partition(".")
+        self._check(self._name_missing(base.encode(), overload.encode()))
 
     @staticmethod
     def _check(message: bytes | None) -> None:

@@ -12,9 +12,12 @@ from ._alias import alias
 __all__ = ["infer"]
 
 META = torch.device("meta")
-# Their meta kernels give results that the CPU's kernels leave empty another shape.
+# Their meta kernels give some results another shape or dtype than the CPU's kernels.
 _MISLEADING = frozenset(
-    {"aten::native_batch_norm", "aten::_native_batch_norm_legit", "aten::_embedding_bag_forward_only"}
+    {
+        "aten::native_batch_norm", "aten::_native_batch_norm_legit", "aten::_embedding_bag_forward_only",
+        "aten::native_layer_norm",
+    }
 )  # fmt: skip
 
 

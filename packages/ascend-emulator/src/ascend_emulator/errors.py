@@ -26,6 +26,7 @@ __all__ = [
     "KernelNotFoundError",
     "MissingPackageError",
     "NotInstalledError",
+    "OperatorNotEmulatedError",
     "RaceError",
     "RuntimeBuildError",
     "VersionPairError",
@@ -116,6 +117,20 @@ class KernelNotFoundError(EmulatorError, LookupError):
     def __init__(self, name: str, reason: str) -> None:
         self.name = name
         super().__init__(f"register_kernel({name!r}): {reason}")
+
+
+class OperatorNotEmulatedError(EmulatorError, NotImplementedError):
+    """An operator was called that torch_npu runs as a device kernel, and for which nobody registered a kernel."""
+
+    def __init__(self, name: str, schema: str, device_kernel: str) -> None:
+        self.name = name
+        self.schema = schema
+        self.device_kernel = device_kernel
+        super().__init__(
+            f"{name} has no emulated kernel: torch_npu would launch {device_kernel} on the device. Register one with "
+            f'ascend_emulator.register_kernel("{name}", kernel), where `kernel` gets a CPU tensor over the same bytes '
+            f"for every npu tensor and returns or writes CPU tensors as the schema says: {schema}"
+        )
 
 
 class CaptureError(EmulatorError, RuntimeError):

@@ -14,6 +14,7 @@
 #include "own.h"
 #include "random.h"
 #include "tensors.h"
+#include "unemulated.h"
 
 namespace emulator {
 
@@ -337,9 +338,13 @@ void put_in_front(const std::string& name, const std::string& overload, unsigned
   put_in_front<Operator>(op, flags);
 }
 
+void name_missing(const std::string& name, const std::string& overload) {
+  put_in_front<Unemulated>(c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str()));
+}
+
 } // namespace emulator
 
-// Both return NULL, or what went wrong (valid until the next call).
+// All return NULL, or what went wrong (valid until the next call).
 static std::string failure;
 
 template <class Call>
@@ -360,4 +365,9 @@ extern "C" __attribute__((visibility("default"))) const char* emulator_take_orig
 extern "C" __attribute__((visibility("default"))) const char* emulator_put_in_front(
     const char* name, const char* overload, unsigned flags) {
   return guarded([&] { emulator::put_in_front(name, overload, flags); });
+}
+
+extern "C" __attribute__((visibility("default"))) const char* emulator_name_missing(
+    const char* name, const char* overload) {
+  return guarded([&] { emulator::name_missing(name, overload); });
 }
