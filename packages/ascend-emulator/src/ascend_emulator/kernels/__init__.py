@@ -23,6 +23,7 @@ from . import (
     gather_pa,
     grouped_matmul,
     kv_norm_rope,
+    lightning_indexer,
     moe_finalize,
     moe_gating,
     moe_routing,
@@ -35,6 +36,7 @@ from . import (
     rotary,
     scatter,
     scatter_pa,
+    sparse_flash_attention,
     transfer,
 )
 from .errors import DeviceFault, KernelError, KernelNotCovered, OpRefused, Rule
@@ -42,6 +44,7 @@ from .rules import NOTES, RULES, Note
 
 _MODULES: tuple[Any, ...] = (
     *(fia_v1, fia_v2, atb_attention, atb_latent, attention_update),
+    *(lightning_indexer, sparse_flash_attention),
     *(scatter, scatter_pa, gather_pa, reshape_and_cache, transfer),
     *(norms, norms_quant, rotary, rope, kv_norm_rope, activation, gated, casts),
     *(quant, quant_matmul, grouped_matmul, batch_matmul),
