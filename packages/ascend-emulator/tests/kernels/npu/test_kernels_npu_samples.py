@@ -1,0 +1,224 @@
+"""One call of every op through the real torch_npu: its Meta kernel's shapes, and on the device what the kernel says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ascend_emulator.kernels import REGISTRY, UNDECLARED_WRITES
+
+Call = tuple[list[Any], dict[str, Any]]
+H = torch.float16
+I32 = torch.int32
+
+
+def r(*shape: int, dtype: torch.dtype = H, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def b8(*shape: int) -> torch.Tensor:
+    return torch.randint(-128, 128, shape, generator=torch.Generator().manual_seed(1)).to(torch.int8)
+
+
+def i32(*numbers: Any) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=I32)
+
+
+F = torch.float32
+CACHE = (4, 16, 2, 32)
+TABLE = i32([1, 2], [3, 0])
+KV: dict[str, Any] = {
+    "kv": r(2, 1, 3, 576), "gamma": r(512), "cos": r(2, 1, 3, 64), "sin": r(2, 1, 3, 64), "index": torch.arange(6),
+    "k_cache": torch.zeros(3, 4, 1, 64, dtype=H), "ckv_cache": torch.zeros(3, 4, 1, 512, dtype=H), "cache_mode": "PA",
+    "is_output_kv": True,
+}  # fmt: skip
+LATENT: list[Any] = [r(2, 4, 512), r(2, 4, 64), r(4, 16, 1, 512), r(4, 16, 1, 64), TABLE, [20, 7], 4, 0.1, 1]
+PAGED: list[Any] = [r(2, 4, 32), r(*CACHE), r(*CACHE), 2, 4, 0.2, TABLE, i32(20, 7), torch.zeros(2, 4, 32, dtype=H)]
+LENS = {"actual_seq_lengths_kv": i32(20, 7)}
+SFA: dict[str, Any] = {
+    "query_rope": r(2, 3, 4, 64), "key_rope": r(4, 16, 1, 64), "block_table": TABLE, "layout_kv": "PA_BSND",
+    "attention_mode": 2, "actual_seq_lengths_kv": i32(20, 7),
+}  # fmt: skip
+ROUTED = torch.arange(6, dtype=I32).view(2, 3).T.contiguous()
+SLOTS = i32(5, 0, 40)
+
+SAMPLES: dict[str, Callable[[], Call]] = {
+    "atb::_npu_reshape_and_cache": lambda: ([r(3, 2, 32), r(3, 2, 32, seed=1), r(*CACHE), r(*CACHE), SLOTS], {}),
+    "atb::_npu_reshape_and_cache_siso": lambda: ([r(3, 2, 32), r(*CACHE), SLOTS], {}),
+    "npu::npu_scatter_pa_kv_cache": lambda: (
+        [r(3, 2, 32), r(3, 2, 32, seed=1), r(*CACHE), r(*CACHE), SLOTS], {"cache_mode": "Norm"},
+    ),
+    "npu::npu_scatter_pa_kv_cache_functional": lambda: (
+        [r(3, 2, 32), r(3, 2, 32, seed=1), r(4, 4, 16, 16), r(4, 4, 16, 16), SLOTS], {},
+    ),
+    "npu::npu_scatter_pa_cache.value": lambda: ([r(3, 2, 32), SLOTS], {"key_cache": r(*CACHE)}),
+    "npu::npu_gather_pa_kv_cache": lambda: (
+        [r(*CACHE), r(*CACHE), TABLE, i32(17, 3), torch.zeros(20, 2, 32, dtype=H), torch.zeros(20, 2, 32, dtype=H)], {},
+    ),
+    "npu::npu_gather_pa_kv_cache_functional": lambda: (
+        [r(*CACHE), r(*CACHE), TABLE, i32(17, 3), torch.zeros(20, 2, 32, dtype=H), torch.zeros(20, 2, 32, dtype=H)], {},
+    ),
+    "atb::npu_paged_cache_load": lambda: ([r(*CACHE), r(*CACHE), TABLE, i32(17, 3)], {}),
+    "atb::npu_paged_cache_load.out": lambda: (
+        [r(*CACHE), r(*CACHE), TABLE, i32(17, 3)], {n: torch.zeros(20, 2, 32, dtype=H) for n in ("key", "value")},
+    ),
+    "npu::npu_scatter_nd_update": lambda: ([r(4, 3), torch.tensor([[1], [3]]), r(2, 3)], {}),
+    "npu::npu_scatter_nd_update_": lambda: ([r(4, 3), torch.tensor([[1], [3]]), r(2, 3)], {}),
+    "npu::npu_rms_norm": lambda: ([r(2, 3, 4), r(3, 4)], {}),
+    "npu::npu_add_rms_norm": lambda: ([r(2, 4), r(2, 4, seed=1), r(4)], {}),
+    "npu::npu_gemma_rms_norm": lambda: ([r(2, 3, 4), r(4)], {}),
+    "npu::npu_add_rms_norm_cast": lambda: ([r(2, 4), r(2, 4, seed=1), r(4)], {}),
+    "npu::npu_add_rms_norm_v2": lambda: ([r(2, 4), r(2, 4, seed=1), r(4)], {}),
+    "npu::npu_add_rms_norm_v2_functional": lambda: ([r(2, 4), r(2, 4, seed=1), r(4)], {}),
+    "npu::npu_add_rms_norm_quant": lambda: (
+        [r(2, 4), r(2, 4, seed=1), r(4), torch.full((4,), 0.1), None], {"scales2": torch.full((4,), 0.2)},
+    ),
+    "npu::npu_add_rms_norm_dynamic_quant": lambda: (
+        [r(2, 4), r(2, 4, seed=1), r(4)], {"smooth_scale1": r(4), "smooth_scale2": r(4), "output_mask": [True, True]},
+    ),
+    "npu::npu_rms_norm_quant": lambda: ([r(2, 4), r(4), r(4), r(1) * 30, torch.ones(1, dtype=torch.int8)], {}),
+    "npu::npu_interleave_rope": lambda: ([r(2, 3, 4, 64), r(2, 1, 4, 64), r(2, 1, 4, 64)], {}),
+    "npu::npu_apply_rotary_pos_emb": lambda: ([r(2, 3, 4, 64), r(2, 3, 1, 64), r(2, 3, 1, 64), r(2, 3, 1, 64)], {}),
+    "npu::npu_mrope": lambda: ([torch.tensor([1, 0, 4]), r(3, 64), r(3, 32), r(5, 32), 32], {}),
+    "atb::_npu_rotary_embedding": lambda: ([torch.tensor([1, 0, 4]), r(3, 64), r(3, 32), 32, r(5, 32), True], {}),
+    "npu::npu_rotary_mul": lambda: ([r(2, 3, 4, 8), r(1, 1, 4, 8), r(1, 1, 4, 8)], {}),
+    "npu::npu_kv_rmsnorm_rope_cache": lambda: ([], dict(KV)),
+    "npu::npu_kv_rmsnorm_rope_cache_v2": lambda: ([], dict(KV)),
+    "npu::npu_kv_rmsnorm_rope_cache_v2_functional": lambda: ([], dict(KV)),
+    "npu::npu_swiglu": lambda: ([r(2, 6)], {}),
+    "npu::npu_dequant_swiglu_quant": lambda: ([r(3, 128)], {"quant_mode": 1, "group_index": torch.tensor([2, 1])}),
+    "npu::npu_clipped_swiglu": lambda: ([r(2, 6)], {}),
+    "npu::npu_dtype_cast": lambda: ([r(2, 3), F], {}),
+    "npu::_npu_dtype_cast": lambda: ([r(2, 3), F], {}),
+    "npu::npu_format_cast": lambda: ([r(2, 3), 29], {}),
+    "npu::npu_dynamic_quant": lambda: ([r(2, 3, 8)], {}),
+    "npu::npu_quantize": lambda: ([r(3, 8, dtype=F), torch.ones(8), None, torch.qint8, -1], {}),
+    "npu::npu_quant_matmul": lambda: (
+        [b8(3, 4), b8(4, 5), torch.full((5,), 0.01)], {"pertoken_scale": torch.ones(3), "output_dtype": torch.bfloat16},
+    ),
+    "npu::npu_grouped_matmul": lambda: (
+        [[r(4, 3)], [r(2, 3, 5)]], {"group_list": torch.tensor([1, 4]), "group_type": 0, "split_item": 3},
+    ),
+    "npu::npu_grouped_matmul.List": lambda: ([[r(4, 3)], [r(3, 5), r(3, 5)]], {"group_list": [1, 4], "split_item": 3}),
+    "npu::npu_transpose_batchmatmul": lambda: ([r(2, 3, 16), r(2, 16, 32)], {}),
+    "npu::npu_moe_gating_top_k_softmax": lambda: ([r(3, 8)], {"k": 2}),
+    "npu::npu_moe_gating_top_k_softmax_v2": lambda: ([r(3, 8)], {"k": 2, "output_softmax": True}),
+    "npu::npu_moe_gating_top_k": lambda: ([r(3, 8), 2], {"norm_type": 1, "out_flag": True}),
+    "npu::npu_moe_compute_expert_tokens": lambda: ([i32(0, 0, 2), 4], {}),
+    "npu::npu_moe_init_routing": lambda: ([r(3, 8), ROUTED, i32([0, 2], [1, 0], [2, 2]), 3], {}),
+    "npu::npu_moe_init_routing_v2": lambda: (
+        [r(3, 8), i32([0, 2], [1, 0], [2, 2])],
+        {"expert_num": 3, "expert_tokens_num_flag": True, "quant_mode": 1, "active_expert_range": [0, 3]},
+    ),
+    "npu::npu_moe_re_routing": lambda: ([r(6, 4), i32([1, 2], [3, 0])], {"per_token_scales": r(6, dtype=F)}),
+    "npu::npu_moe_token_permute": lambda: ([r(3, 8), torch.tensor([[0, 2], [1, 0], [2, 2]])], {}),
+    "npu::npu_moe_token_unpermute": lambda: ([r(6, 8), i32(0, 3, 2, 1, 4, 5), r(3, 2)], {}),
+    "npu::npu_moe_finalize_routing": lambda: (
+        [r(6, 8), r(3, 8), None, None, r(3, 2), i32(0, 3, 2, 1, 4, 5), i32([0, 2], [1, 0], [2, 2])],
+        {"drop_pad_mode": 2},
+    ),
+    "atb::_npu_paged_attention": lambda: (PAGED, {}),
+    "atb::_npu_paged_attention_get_workspace": lambda: (PAGED, {}),
+    "atb::_npu_paged_attention_mla": lambda: (
+        [r(2, 4, 32), r(4, 16, 1, 32), 1, 4, 0.2, TABLE, i32(20, 7), 16, torch.zeros(2, 4, 16, dtype=H)], {},
+    ),
+    "atb::_npu_flash_attention_qlens": lambda: (
+        [r(3, 128), r(*CACHE), r(*CACHE), TABLE, r(8, 8).abs().triu(1), i32(1, 2), i32(20, 7), 2, 4, 0.2,
+         torch.zeros(3, 128, dtype=H)], {},
+    ),
+    "atb::_npu_flash_attention_unpad": lambda: (
+        [r(3, 4, 32), r(3, 2, 32), r(3, 2, 32), i32(1, 2), 0.2, 4, 2, torch.zeros(3, 4, 32, dtype=H)], {},
+    ),
+    "atb::npu_multi_head_latent_attention": lambda: (LATENT, {}),
+    "atb::npu_multi_head_latent_attention.out": lambda: (LATENT, {"output": torch.zeros(2, 4, 512, dtype=H)}),
+    "atb::npu_multi_head_latent_attention.lse": lambda: ([*LATENT, True], {}),
+    "atb::npu_multi_head_latent_attention.lse_out": lambda: (
+        [*LATENT, True], {"output": torch.zeros(2, 4, 512, dtype=H), "lse": torch.zeros(2, 4, 1, dtype=H)},
+    ),
+    "atb::_npu_multi_head_latent_attention_get_workspace.lse": lambda: ([*LATENT, True], {}),
+    "npu::npu_attention_update": lambda: ([[r(3, dtype=F)] * 2, [r(3, 8), r(3, 8, seed=1)], 1], {}),
+    "npu::npu_lightning_indexer": lambda: (
+        [r(2, 3, 4, 128), r(4, 16, 1, 128), r(2, 3, 4)],
+        {"block_table": TABLE, "layout_key": "PA_BSND", "actual_seq_lengths_key": i32(20, 7), "sparse_count": 4},
+    ),
+    "npu::npu_sparse_flash_attention": lambda: (
+        [r(2, 3, 4, 512), r(4, 16, 1, 512), r(4, 16, 1, 512), torch.zeros(2, 3, 1, 2, dtype=I32), 0.1], SFA,
+    ),
+}  # fmt: skip
+ELSEWHERE = ("fused_infer_attention_score", "transfer_kv_dim_exchange")
+
+
+def overload(name: str) -> Any:
+    qualified, _, variant = name.partition(".")
+    space, op = qualified.split("::")
+    return getattr(getattr(getattr(torch.ops, space), op), variant or "default")
+
+
+def moved(value: Any, device: str) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone() if device == "cpu" else value.to(device)
+    return [moved(item, device) for item in value] if isinstance(value, list) else value
+
+
+def on(call: Call, device: str) -> Call:
+    return [moved(x, device) for x in call[0]], {name: moved(x, device) for name, x in call[1].items()}
+
+
+def flat(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [part for item in value for part in flat(item)] if isinstance(value, (list, tuple)) else []
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    pair = (x.contiguous().view(-1).view(torch.uint8) for x in (one.cpu(), other))
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*pair)
+
+
+def as_numbers(call: Call) -> Call:
+    """Arguments as the dispatcher hands them on: dtypes for schema's ints as numbers."""
+    numbers = {torch.qint8: 12, torch.bfloat16: 15}
+    change = {name: numbers.get(x, x) if isinstance(x, torch.dtype) else x for name, x in call[1].items()}
+    return [numbers.get(x, x) if isinstance(x, torch.dtype) else x for x in call[0]], change
+
+
+def test_every_op_has_a_sample_here_or_a_test_of_its_own() -> None:
+    assert set(SAMPLES) == {name for name in REGISTRY if not any(part in name for part in ELSEWHERE)}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_on_the_device_it_is_the_kernel(name: str) -> None:
+    call = SAMPLES[name]()
+    arguments, options = as_numbers(on(call, "cpu"))
+    wanted = flat(REGISTRY[name](*arguments, **options))
+    given_arguments, given_options = on(call, "npu")
+    got = flat(overload(name)(*given_arguments, **given_options))
+    assert len(got) == len(wanted)
+    if "_get_workspace" not in name:  # scratch memory: content without meaning
+        assert all(same(one, other) for one, other in zip(got, wanted, strict=True))
+    after = [*given_arguments, *given_options.values()], [*arguments, *options.values()]
+    assert all(same(one, other) for one, other in zip(*map(flat, after), strict=True))
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in SAMPLES if torch._C._dispatch_has_kernel_for_dispatch_key(n.removesuffix(".default"), "Meta")]
+)
+def test_results_have_the_shapes_of_the_meta_kernels(name: str) -> None:
+    arguments, options = as_numbers(on(SAMPLES[name](), "cpu"))
+    meta_arguments, meta_options = on(SAMPLES[name](), "meta")
+    wanted = flat(overload(name)(*meta_arguments, **meta_options))
+    got = flat(REGISTRY[name](*arguments, **options))
+    assert [(x.shape, x.dtype) for x in got] == [(x.shape, x.dtype) for x in wanted]
+
+
+def test_writes_that_schemas_do_not_declare_reach_the_device() -> None:
+    for name, written in UNDECLARED_WRITES.items():
+        schema = overload(name)._schema
+        arguments, options = on(SAMPLES[name](), "npu")
+        named = {a.name: x for a, x in zip(schema.arguments, arguments, strict=False)} | options
+        before = {argument: named[argument].cpu() for argument in written}
+        overload(name)(*arguments, **options)
+        assert not any(torch.equal(named[argument].cpu(), before[argument]) for argument in written)
+        assert not any(a.alias_info for a in schema.arguments if a.name in written)
