@@ -62,11 +62,13 @@ def install(
     wait_seconds: float = 10.0,
     compiled: bool | None = None,
     check_order: bool | None = None,
+    cann: str | None = None,
+    chip: str | None = None,
 ) -> None:
     """Load the real torch_npu with emulated devices `npu:0` … `npu:devices-1`.
 
     Call it before the first import of torch_npu. torch may be imported already, if its autoload was off. Calling it
-    again does nothing but change `wait_seconds` and `check_order`.
+    again does nothing but change `wait_seconds`, `check_order` and what it stands for.
 
     Args:
         devices: number of devices, 1 to 16.
@@ -78,6 +80,8 @@ def install(
             keeps what it has.
         check_order: whether two streams that touch the same bytes without an event between them are a `RaceError`.
             None: yes at the first call, no change later; `order.enable()` and `order.unchecked()` switch it, too.
+        cann: CANN release to stand for, such as "8.5" or "9.0"; None: what any release refuses is refused.
+        chip: chip to stand for, "910B", "910C" or "950" (or A2, A3, A5); None: what any chip refuses is refused.
 
     Raises:
         AlreadyLoadedError: torch_npu was imported before.
@@ -100,6 +104,7 @@ def install(
             _again(devices=devices, memory_bytes=memory_bytes, wait_seconds=wait_seconds)
             if check_order is not None:
                 importlib.import_module(".order", __package__).enable(check_order)
+            _pose(cann, chip)
             return
         if "torch_npu" in sys.modules:
             raise AlreadyLoadedError
@@ -111,6 +116,7 @@ def install(
         in_front = _compiled_kernels(compiled_from_environment() if compiled is None else compiled)
         _register(wait_seconds, in_front)
         _first_allocation()
+        _pose(cann, chip)
         importlib.import_module(".order", __package__).enable(check_order is not False)
         _settings.update(devices=devices, memory_bytes=memory_bytes, compiled=in_front is not None)
         for name, kernel in list(_pending_kernels.items()):
@@ -145,6 +151,11 @@ def _again(*, devices: int, memory_bytes: int, wait_seconds: float) -> None:
                 f"{name}: the emulator is installed with {_settings[name]} and cannot change to {value} in this process"
             )
     importlib.import_module("._queue", __package__).scheduler.wait_seconds = wait_seconds
+
+
+def _pose(cann: str | None, chip: str | None) -> None:
+    if cann is not None or chip is not None:
+        importlib.import_module(".kernels.pose", __package__).set_pose(cann=cann, chip=chip)
 
 
 def _check_versions() -> tuple[Path, str]:
