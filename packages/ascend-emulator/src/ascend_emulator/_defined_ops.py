@@ -10,7 +10,7 @@ import torch
 
 from ._copies import copy_
 from ._fallback import _implement
-from .kernels import transfer
+from .kernels import transfer, transfer_state
 
 __all__ = ["implement"]
 
@@ -38,6 +38,34 @@ def _dim_exchange(
                 copy_(host[host_page], device[:, device_page], non_blocking=True)
 
 
+def _state_load(
+    src: torch.Tensor,
+    dst: torch.Tensor,
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    layer_id: int,
+    flags: int,
+) -> None:
+    pairs = transfer_state.load_pairs(src, dst, src_indices.cpu(), dst_indices.cpu(), layer_id, flags)
+    for device_slot, host_slot in pairs:
+        copy_(dst[device_slot], src[host_slot, layer_id, 0], non_blocking=True)
+
+
+def _state_backup(
+    device_states: list[torch.Tensor],
+    host_states: list[torch.Tensor],
+    device_indices: torch.Tensor,
+    host_indices: torch.Tensor,
+    flags: int,
+) -> None:
+    pairs = transfer_state.backup_pairs(device_states, host_states, device_indices.cpu(), host_indices.cpu(), flags)
+    for device, host in zip(device_states, host_states, strict=True):
+        for device_slot, host_slot in pairs:
+            copy_(host[host_slot, :, 0], device[:, device_slot], non_blocking=True)
+
+
 def implement() -> None:
     """Put these kernels in the place of the ones that `_fallback.register` made."""
     _implement(transfer.OP, _dim_exchange)
+    _implement(transfer_state.OP_LOAD, _state_load)
+    _implement(transfer_state.OP_BACKUP, _state_backup)

@@ -36,8 +36,11 @@ from . import (
     rotary,
     scatter,
     scatter_pa,
+    sgl_cache,
+    sgl_sampling,
     sparse_flash_attention,
     transfer,
+    transfer_state,
 )
 from .errors import DeviceFault, KernelError, KernelNotCovered, OpRefused, Rule
 from .rules import NOTES, RULES, Note
@@ -45,7 +48,8 @@ from .rules import NOTES, RULES, Note
 _MODULES: tuple[Any, ...] = (
     *(fia_v1, fia_v2, atb_attention, atb_latent, attention_update),
     *(lightning_indexer, sparse_flash_attention),
-    *(scatter, scatter_pa, gather_pa, reshape_and_cache, transfer),
+    *(scatter, scatter_pa, gather_pa, reshape_and_cache, transfer, transfer_state),
+    *(sgl_cache, sgl_sampling),
     *(norms, norms_quant, rotary, rope, kv_norm_rope, activation, gated, casts),
     *(quant, quant_matmul, grouped_matmul, batch_matmul),
     *(moe_gating, moe_routing, moe_finalize),
@@ -55,7 +59,9 @@ REGISTRY: dict[str, Callable[..., Any]] = {
 }
 """Kernel of each op, by full name and overload as torch.ops spells them."""
 UNDECLARED_WRITES: dict[str, tuple[str, ...]] = {
-    name: arguments for module in (rope, kv_norm_rope) for name, arguments in module.UNDECLARED_WRITES.items()
+    name: arguments
+    for module in (rope, kv_norm_rope, sgl_cache, sgl_sampling)
+    for name, arguments in module.UNDECLARED_WRITES.items()
 }
 """Arguments that an op writes on a device although its schema does not say so, by full name of the op."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from .definitions import define
 from .rules import declare, note, refuse
 
 OP = "npu::transfer_kv_dim_exchange"
@@ -51,14 +52,6 @@ note(
     "none: the op looks at the first index of each page alone",
     "not refused, another page than meant may move: test_kernels_transfer.py",
 )
-
-
-def define() -> None:
-    """Define the op, unless a library has done so."""
-    try:
-        torch.ops.npu.transfer_kv_dim_exchange  # noqa: B018
-    except AttributeError:
-        _LIBRARY.define(SCHEMA)  # type: ignore[no-untyped-call]
 
 
 def _check_pair(letter: str, device: torch.Tensor, host: torch.Tensor, page_size: int) -> None:
@@ -161,5 +154,4 @@ def transfer_kv_dim_exchange(
 
 
 KERNELS = {OP: transfer_kv_dim_exchange}
-_LIBRARY = torch.library.Library("npu", "FRAGMENT")  # type: ignore[no-untyped-call]
-define()
+define(SCHEMA)

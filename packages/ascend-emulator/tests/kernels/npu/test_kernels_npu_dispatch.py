@@ -217,3 +217,17 @@ def test_writes_on_the_device_reach_the_layer_of_the_storage() -> None:
     for token, slot in ((0, SIZE + 1), (2, 5)):
         wanted[0, :, slot], wanted[1, 1, slot] = rows[token], rows[token] * 2
     assert torch.equal(storage.cpu().flatten(2, 3), wanted)
+
+
+def test_states_move_in_stream_order() -> None:
+    states = torch.randn(3, 5, 4).half()
+    device, host = states.to("npu"), torch.zeros(4, 3, 1, 4).half().pin_memory()
+    slots, places = torch.tensor([4, 1]), torch.tensor([0, 3])
+    torch.ops.npu.transfer_state_all_layer_direct_lf_pf([device], [host], slots.to("npu"), places, 2)
+    device.zero_()
+    assert not device.cpu().any()
+    assert torch.equal(host[[0, 3], :, 0], states[:, [4, 1]].transpose(0, 1)) and not host[[1, 2]].any()
+    torch.ops.npu.transfer_state_per_layer_direct_pf_lf(host, device[1], places, slots, 1, 2)
+    wanted = torch.zeros_like(states)
+    wanted[1, [4, 1]] = states[1, [4, 1]]
+    assert torch.equal(device.cpu(), wanted)

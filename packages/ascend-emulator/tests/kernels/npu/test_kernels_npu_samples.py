@@ -138,6 +138,23 @@ SAMPLES: dict[str, Callable[[], Call]] = {
         [*LATENT, True], {"output": torch.zeros(2, 4, 512, dtype=H), "lse": torch.zeros(2, 4, 1, dtype=H)},
     ),
     "atb::_npu_multi_head_latent_attention_get_workspace.lse": lambda: ([*LATENT, True], {}),
+    "npu::cache_loc_assign": lambda: (
+        [torch.tensor([1, 0]), i32([0] * 8, [1] * 8), torch.tensor([2, 0]), torch.tensor([4, 1]), i32(7, 8, 9)], {},
+    ),
+    "npu::cache_loc_update": lambda: (
+        [torch.tensor([1, 0]), i32([0] * 8, [1] * 8), torch.tensor([2, 0]), torch.tensor([4, 1]), i32(7, 8, 9)], {},
+    ),
+    "npu::assign_cache_op": lambda: (
+        [r(2, 8), r(2, 8, seed=1), *(torch.tensor(x) for x in ([1, 2], [3, 3], [0, 5], [2, 6]))], {},
+    ),
+    "npu::alloc_extend": lambda: (
+        [*(torch.tensor([x]) for x in (3, 6, 10, 5)), 4, torch.zeros(3).long(), torch.zeros(1).long()], {},
+    ),
+    "npu::build_tree_kernel_efficient": lambda: (
+        [torch.tensor([[-1, 0, 1]]), torch.tensor([[0, 2]]), torch.tensor([4]), torch.ones(21).bool(),
+         *(torch.full((1, 3), -9) for _ in range(4)), 2, 2, 3, 0], {},
+    ),
+    "npu::apply_token_bitmask": lambda: ([r(2, 40), i32([5, 1], [0, 3])], {}),
     "npu::npu_attention_update": lambda: ([[r(3, dtype=F)] * 2, [r(3, 8), r(3, 8, seed=1)], 1], {}),
     "npu::npu_lightning_indexer": lambda: (
         [r(2, 3, 4, 128), r(4, 16, 1, 128), r(2, 3, 4)],
@@ -147,7 +164,7 @@ SAMPLES: dict[str, Callable[[], Call]] = {
         [r(2, 3, 4, 512), r(4, 16, 1, 512), r(4, 16, 1, 512), torch.zeros(2, 3, 1, 2, dtype=I32), 0.1], SFA,
     ),
 }  # fmt: skip
-ELSEWHERE = ("fused_infer_attention_score", "transfer_kv_dim_exchange")
+ELSEWHERE = ("fused_infer_attention_score", "transfer_")
 
 
 def overload(name: str) -> Any:
