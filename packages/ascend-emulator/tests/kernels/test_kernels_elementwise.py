@@ -1,13 +1,16 @@
-"""Norms, gated activation, rotary embedding and casts against plain float64 loops."""
+"""Activation, rotary embedding, top-k and top-p, prefetch and casts against plain float64 loops."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ascend_emulator.kernels import REGISTRY, KernelNotCovered
+from ascend_emulator.kernels import REGISTRY, RULES, DeviceFault, KernelNotCovered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,33 +24,6 @@ def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 def close(got: torch.Tensor, want: object, dtype: torch.dtype) -> None:
     np.testing.assert_allclose(got.double().numpy(), np.asarray(want), rtol=LOOSE[dtype], atol=LOOSE[dtype])
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    rows=st.integers(1, 4),
-    gamma_shape=st.sampled_from([(6,), (3, 4)]),
-    dtype=st.sampled_from(FLOATS),
-    epsilon=st.sampled_from([1e-6, 1e-2]),
-)
-def test_rms_norm(rows: int, gamma_shape: tuple[int, ...], dtype: torch.dtype, epsilon: float) -> None:
-    x, other = (draw(rows, 2, *gamma_shape, dtype=dtype, seed=seed) for seed in (1, 2))
-    gamma = draw(*gamma_shape, dtype=dtype, seed=3)
-    for added in (False, True):
-        name, arguments = ("npu::npu_add_rms_norm", [x, other]) if added else ("npu::npu_rms_norm", [x])
-        out, reciprocal, *rest = REGISTRY[name](*arguments, gamma, epsilon)
-        total = (x + other) if added else x
-        if added:
-            assert torch.equal(rest[0], total)
-        assert out.dtype == dtype and out.shape == x.shape and reciprocal.dtype == torch.float32
-        assert reciprocal.shape == (rows, 2, *[1] * len(gamma_shape))
-        weights = gamma.double().flatten().tolist()
-        for i in range(rows):
-            for j in range(2):
-                values = total[i, j].double().flatten().tolist()
-                factor = 1 / math.sqrt(sum(v * v for v in values) / len(values) + epsilon)
-                close(reciprocal[i, j].flatten(), [factor], torch.float32)
-                close(out[i, j].flatten(), [v * factor * w for v, w in zip(values, weights, strict=True)], dtype)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -119,7 +95,86 @@ def test_casts_that_only_a_device_has_say_so() -> None:
             REGISTRY["npu::npu_dtype_cast"](torch.ones(2), *arguments)
 
 
-def test_format_cast_keeps_values_and_copies() -> None:
+FORMATS: dict[str, list[Any]] = {
+    "npu::npu_format_cast": [29],
+    "npu::npu_format_cast.Tensor": [torch.ones(1)],
+    "npu::_npu_format_cast": [29],
+    "npu::_npu_format_cast.aclnn": [29, 1],
+    "npu::_npu_format_cast.input_dtype": [29, 1, 1],
+}
+
+
+@pytest.mark.parametrize("op", FORMATS)
+def test_format_casts_keep_values_and_copy(op: str) -> None:
     x = torch.arange(6.0).view(2, 3).T
-    out = REGISTRY["npu::npu_format_cast"](x, 29)
+    out = REGISTRY[op](x, *FORMATS[op])
     assert torch.equal(out, x) and out.is_contiguous() and out.data_ptr() != x.data_ptr()
+
+
+def test_format_casts_in_place_change_nothing() -> None:
+    x = torch.arange(6.0)
+    assert REGISTRY["npu::npu_format_cast_"](x, torch.ones(1)) is x
+    assert REGISTRY["npu::npu_format_cast_.acl_format"](x, 29) is x
+    assert x.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    values=st.lists(st.lists(st.integers(-20, 20), min_size=5, max_size=5), min_size=1, max_size=3),
+    p=st.sampled_from([None, 0.0, 0.3, 0.9, 1.0]),
+    k=st.sampled_from([None, 1, 3, 5]),
+    dtype=st.sampled_from(FLOATS),
+)
+def test_top_k_top_p(values: list[list[int]], p: float | None, k: int | None, dtype: torch.dtype) -> None:
+    logits = (torch.tensor(values) / 4).to(dtype)
+    rows = len(values)
+    given_p = None if p is None else torch.full((rows,), p, dtype=dtype)
+    given_k = None if k is None else torch.full((rows,), k, dtype=torch.int32)
+    out = REGISTRY["npu::npu_top_k_top_p"](logits, given_p, given_k)
+    for row, got in zip(logits.double().tolist(), out.double().tolist(), strict=True):
+        order = sorted(range(5), key=lambda i: (row[i], i))
+        least = row[order[5 - k]] if k is not None else -math.inf
+        kept = [i for i in order if row[i] >= least]
+        total = math.fsum(math.exp(row[i]) for i in kept)
+        hidden, mass, unsure = set(range(5)) - set(kept), 0.0, set()
+        for i in kept if given_p is not None else []:
+            mass += math.exp(row[i]) / total
+            limit = 1 - float(given_p[0]) if given_p is not None else 0.0
+            if abs(mass - limit) < 1e-5:
+                unsure.add(i)
+            if mass <= limit and i != order[-1]:
+                hidden.add(i)
+        for i in set(range(5)) - unsure:
+            assert got[i] == (-math.inf if i in hidden else row[i])
+    assert out.dtype == dtype
+
+
+def test_prefetch_does_nothing() -> None:
+    assert REGISTRY["npu::npu_prefetch"](torch.ones(4), None, 99, 3) is None
+
+
+def test_a_k_outside_faults() -> None:
+    for k in (0, 6):
+        with pytest.raises(DeviceFault):
+            REGISTRY["npu::npu_top_k_top_p"](torch.ones(1, 5), None, torch.tensor([k]).int())
+
+
+LOGITS = torch.ones(2, 5)
+REFUSED: list[tuple[str, str, list[Any]]] = [
+    ("topkp-logits", "npu::npu_top_k_top_p", [LOGITS.double(), None, None]),
+    ("topkp-p", "npu::npu_top_k_top_p", [LOGITS, torch.ones(2).half(), None]),
+    ("topkp-k", "npu::npu_top_k_top_p", [LOGITS, None, torch.ones(2).long()]),
+    ("prefetch-size", "npu::npu_prefetch", [LOGITS, None, 0]),
+    ("prefetch-offset", "npu::npu_prefetch", [LOGITS, None, 1, 41]),
+    ("prefetch-offset", "npu::npu_prefetch", [LOGITS, None, 1, -1]),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)), ids=lambda n: f"{n}-{REFUSED[n][0]}")
+def test_calls_outside_the_documents_are_refused(number: int, refuses: Callable[..., None]) -> None:
+    rule, op, arguments = REFUSED[number]
+    refuses(rule, op, *arguments)
+
+
+def test_every_rule_has_a_call_that_breaks_it() -> None:
+    assert {rule for rule, _, _ in REFUSED} == {rule.id for rule in RULES.values() if rule.test == Path(__file__).name}

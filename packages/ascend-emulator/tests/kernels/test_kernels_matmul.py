@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 import torch
 from ascend_emulator.kernels import REGISTRY, RULES, DeviceFault, KernelNotCovered, pose
+from ascend_emulator.poison import is_poisoned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 QMM = "npu::npu_quant_matmul"
 GMM = "npu::npu_grouped_matmul"
 TBM = "npu::npu_transpose_batchmatmul"
+WQM = "npu::npu_weight_quant_batchmatmul"
+GSQ = "npu::npu_grouped_matmul_swiglu_quant"
 LOOSE = {torch.float16: 3e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5}
 NUMBER = {torch.int8: 1, torch.int32: 3, torch.float16: 5, torch.bfloat16: 15}
 
@@ -142,6 +145,57 @@ def test_grouped_matmul(
     assert split == 0 or bool(whole[5:].isnan().all())
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    form=st.sampled_from(["one", "columns", "row", "groups"]),
+    shifted=st.booleans(),
+    bias=st.booleans(),
+)
+def test_weight_quant_batchmatmul(dtype: torch.dtype, form: str, shifted: bool, bias: bool) -> None:
+    k, n = 40, 3
+    x, weight = draw(2, k, dtype=dtype), bytes_(k, n)
+    shape = {"one": (1,), "columns": (n,), "row": (1, n), "groups": (2, n)}[form]
+    scale, shift = (draw(*shape, seed=1) * 1e-2).to(dtype), draw(*shape, dtype=dtype, seed=2)
+    add = draw(n, dtype=torch.float16 if dtype == torch.float16 else torch.float32, seed=3)
+    out = REGISTRY[WQM](
+        x, weight, scale, shift if shifted else None, None, None, add if bias else None, 32 if form == "groups" else 0
+    )
+    assert out.shape == (2, n) and out.dtype == dtype
+
+    def at(tensor: torch.Tensor, i: int, j: int) -> float:
+        row = tensor.view(-1, tensor.size(-1))[i // 32 if form == "groups" else 0]
+        return float(row[j if row.numel() > 1 else 0])
+
+    for m in range(2):
+        for j in range(n):
+            column = [(float(weight[i, j]) + (at(shift, i, j) if shifted else 0.0)) * at(scale, i, j) for i in range(k)]
+            value = math.fsum(float(a) * b for a, b in zip(x[m], column, strict=True))
+            close(out[m, j], value + (float(add[j]) if bias else 0.0))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("counts", [[2, 0, 3], [0, 0, 0], [6, 0, 0]])
+def test_grouped_matmul_swiglu_quant(version: int, counts: list[int]) -> None:
+    m, k, n = 6, 5, 4
+    x, weight = bytes_(m, k), bytes_(3, k, 2 * n, seed=1)
+    scale, rows = draw(3, 2 * n, seed=2) * 1e-3, draw(m, seed=3).abs()
+    if version == 1:
+        groups = torch.tensor(counts).cumsum(0)
+        out, scales, _ = REGISTRY[GSQ](x, weight, groups, scale, rows)
+    else:
+        out, scales = REGISTRY[f"{GSQ}_v2"](x, [weight], [scale], rows, torch.tensor(counts), group_list_type=1)
+    owners = [expert for expert, count in enumerate(counts) for _ in range(count)]
+    for row, expert in enumerate(owners):
+        values = [dot(x[row], weight[expert][:, j]) * float(scale[expert, j] * rows[row]) for j in range(2 * n)]
+        gated = [g / (1 + math.exp(-g)) * v for g, v in zip(values[:n], values[n:], strict=True)]
+        top = max(abs(v) for v in gated) / 127
+        np.testing.assert_allclose(float(scales[row]), top, rtol=1e-4)
+        for j in range(n):
+            close(out[row, j], gated[j] / top)
+    assert bool(is_poisoned(out[len(owners) :]).all()) and bool(scales[len(owners) :].isnan().all())
+
+
 @pytest.mark.parametrize("split", [0, 3])
 def test_grouped_matmul_of_pairs(split: int) -> None:
     xs = [draw(2, 3, seed=1), draw(1, 4, seed=2)]
@@ -199,6 +253,22 @@ def tbm(**over: Any) -> Call:
     return TBM, {"input": draw(2, 3, 16), "weight": draw(2, 16, 16)} | over
 
 
+def wqm(**over: Any) -> Call:
+    options = {"x": draw(2, 64).half(), "weight": bytes_(64, 5), "antiquant_scale": torch.ones(5).half()}
+    return WQM, options | over
+
+
+def gsq(**over: Any) -> Call:
+    options = {"x": bytes_(4, 3), "weight": bytes_(2, 3, 6), "group_list": torch.tensor([1, 4])}
+    return GSQ, options | {"weight_scale": torch.ones(2, 6), "x_scale": torch.ones(4)} | over
+
+
+def gsq2(**over: Any) -> Call:
+    _, options = gsq()
+    options |= {"weight": [options["weight"]], "weight_scale": [options["weight_scale"]]}
+    return f"{GSQ}_v2", options | over
+
+
 REFUSED: list[tuple[str, Callable[[], Call]]] = [
     ("qmm-dtype", lambda: qmm(x1=draw(3, 4))),
     ("qmm-rank", lambda: qmm(x2=bytes_(5, 4))),
@@ -233,6 +303,22 @@ REFUSED: list[tuple[str, Callable[[], Call]]] = [
     ("gmm-scale", lambda: gmm8(per_token_scale=[torch.ones(3)])),
     ("gmm-output", lambda: gmm(output_dtype=5)),
     ("gmm-output", lambda: gmm8(output_dtype=None)),
+    ("wqm-x", lambda: wqm(x=draw(2, 64))),
+    ("wqm-weight", lambda: wqm(weight=bytes_(32, 5))),
+    ("wqm-scale", lambda: wqm(antiquant_scale=torch.ones(5))),
+    ("wqm-scale", lambda: wqm(antiquant_offset=torch.ones(1).half())),
+    ("wqm-scale", lambda: wqm(antiquant_group_size=32)),
+    ("wqm-group", lambda: wqm(antiquant_group_size=48)),
+    ("wqm-bias", lambda: wqm(bias=torch.ones(5))),
+    ("gsq-x", lambda: gsq(x=draw(4, 3))),
+    ("gsq-x", lambda: gsq(weight=bytes_(2, 3, 5))),
+    ("gsq-x", lambda: gsq2(weight=[])),
+    ("gsq-scale", lambda: gsq(weight_scale=torch.ones(6))),
+    ("gsq-scale", lambda: gsq(x_scale=torch.ones(4).half())),
+    ("gsq-group", lambda: gsq(group_list=torch.tensor([1, 4]).int())),
+    ("gsq-group", lambda: gsq2(group_list_type=2)),
+    ("gsq-none", lambda: gsq(bias=torch.ones(2, 6))),
+    ("gsq-mode", lambda: gsq2(quant_mode=1)),
     ("tbm-dtype", lambda: tbm(weight=draw(2, 16, 16).half())),
     ("tbm-rank", lambda: tbm(weight=draw(3, 16, 16))),
     ("tbm-rank", lambda: tbm(input=draw(3, 16))),
@@ -257,7 +343,7 @@ def test_every_rule_has_a_call_that_breaks_it() -> None:
     assert {rule for rule, _ in REFUSED} == {rule.id for rule in RULES.values() if rule.test == Path(__file__).name}
 
 
-@pytest.mark.parametrize("call", [qmm(), gmm(), gmm8(), tbm()])
+@pytest.mark.parametrize("call", [qmm(), gmm(), gmm8(), tbm(), wqm(), gsq(), gsq2()])
 def test_calls_within_the_documents_are_taken(call: Call) -> None:
     REGISTRY[call[0]](**call[1])
 
@@ -267,7 +353,8 @@ def test_calls_within_the_documents_are_taken(call: Call) -> None:
     [
         qmm(x1=bytes_(3, 4).int()), qmm(scale=torch.ones(5).long()), qmm(group_sizes=[1, 1, 32]), qmm(output_dtype=290),
         gmm(group_type=2), gmm(act_type=1), gmm(antiquant_scale=[draw(2, 5)]), gmm8(scale=[torch.ones(2, 5).long()]),
-        tbm(scale=torch.ones(32).long()),
+        tbm(scale=torch.ones(32).long()), wqm(weight=bytes_(64, 5).int()), wqm(quant_scale=torch.ones(5)),
+        gsq(weight=bytes_(2, 3, 6).int()), gsq2(smooth_scale=torch.ones(2)),
     ],
 )  # fmt: skip
 def test_forms_that_are_not_computed_say_so(call: Call) -> None:
@@ -277,6 +364,6 @@ def test_forms_that_are_not_computed_say_so(call: Call) -> None:
 
 @pytest.mark.parametrize("groups", [[1, 5], [3, 1], [-1, 4]])
 def test_groups_outside_the_rows_fault(groups: list[int]) -> None:
-    op, options = gmm(group_list=torch.tensor(groups))
-    with pytest.raises(DeviceFault):
-        REGISTRY[op](**options)
+    for op, options in (gmm(group_list=torch.tensor(groups)), gsq(group_list=torch.tensor(groups))):
+        with pytest.raises(DeviceFault):
+            REGISTRY[op](**options)

@@ -22,6 +22,7 @@ from . import (
     gated,
     gather_pa,
     grouped_matmul,
+    grouped_swiglu,
     kv_norm_rope,
     lightning_indexer,
     moe_finalize,
@@ -29,6 +30,7 @@ from . import (
     moe_routing,
     norms,
     norms_quant,
+    prefetch,
     quant,
     quant_matmul,
     reshape_and_cache,
@@ -39,8 +41,10 @@ from . import (
     sgl_cache,
     sgl_sampling,
     sparse_flash_attention,
+    top_k_top_p,
     transfer,
     transfer_state,
+    weight_quant_matmul,
 )
 from .errors import DeviceFault, KernelError, KernelNotCovered, OpRefused, Rule
 from .rules import NOTES, RULES, Note
@@ -51,7 +55,8 @@ _MODULES: tuple[Any, ...] = (
     *(scatter, scatter_pa, gather_pa, reshape_and_cache, transfer, transfer_state),
     *(sgl_cache, sgl_sampling),
     *(norms, norms_quant, rotary, rope, kv_norm_rope, activation, gated, casts),
-    *(quant, quant_matmul, grouped_matmul, batch_matmul),
+    *(quant, quant_matmul, weight_quant_matmul, grouped_matmul, grouped_swiglu, batch_matmul),
+    *(top_k_top_p, prefetch),
     *(moe_gating, moe_routing, moe_finalize),
 )
 REGISTRY: dict[str, Callable[..., Any]] = {

@@ -1,4 +1,4 @@
-"""npu_dtype_cast, _npu_dtype_cast and npu_format_cast.
+"""npu_dtype_cast, _npu_dtype_cast and the forms of npu_format_cast.
 
 This module owns casts of values. Memory formats other than ND do not exist in the emulator: a format cast keeps ND.
 """
@@ -36,7 +36,12 @@ note(
     "its document",
     "not computed: `KernelNotCovered`: test_kernels_elementwise.py",
 )
-note("npu_format_cast", "formats other than ND", "its document", "the format stays ND")
+note(
+    "npu_format_cast[_], _npu_format_cast",
+    "formats other than ND",
+    "its document",
+    "the format stays ND and get_npu_format says so; caches whose shapes spell NZ are NZ: test_kernels_paged.py",
+)
 
 
 def _dtype(op: str, dtype: int | torch.dtype) -> torch.dtype:
@@ -95,8 +100,52 @@ def npu_format_cast(
     return input.clone(memory_format=torch.contiguous_format)
 
 
+def _npu_format_cast(input: torch.Tensor, acl_format: int) -> torch.Tensor:
+    """Copies a tensor; see ``npu_format_cast``."""
+    return input.clone(memory_format=torch.contiguous_format)
+
+
+def _npu_format_cast_aclnn(input: torch.Tensor, acl_format: int, customize_dtype: int) -> torch.Tensor:
+    """Copies a tensor; see ``npu_format_cast``."""
+    return input.clone(memory_format=torch.contiguous_format)
+
+
+def _npu_format_cast_input_dtype(
+    input: torch.Tensor, acl_format: int, customize_dtype: int, input_dtype: int
+) -> torch.Tensor:
+    """Copies a tensor; see ``npu_format_cast``."""
+    return input.clone(memory_format=torch.contiguous_format)
+
+
+def npu_format_cast_like(
+    input: torch.Tensor, dst: torch.Tensor, *, customize_dtype: int | None = None, input_dtype: int | None = None
+) -> torch.Tensor:
+    """Copies a tensor, as if into the format of ``dst``; see ``npu_format_cast``."""
+    return input.clone(memory_format=torch.contiguous_format)
+
+
+def npu_format_cast_(
+    input: torch.Tensor, src: torch.Tensor, *, customize_dtype: int | None = None, input_dtype: int | None = None
+) -> torch.Tensor:
+    """Leaves a tensor as it is, and returns it; see ``npu_format_cast``."""
+    return input
+
+
+def npu_format_cast_to_(
+    input: torch.Tensor, acl_format: int, *, customize_dtype: int | None = None, input_dtype: int | None = None
+) -> torch.Tensor:
+    """Leaves a tensor as it is, and returns it; see ``npu_format_cast``."""
+    return input
+
+
 KERNELS = {
     "npu::npu_dtype_cast": npu_dtype_cast,
     "npu::_npu_dtype_cast": _npu_dtype_cast,
     "npu::npu_format_cast": npu_format_cast,
+    "npu::npu_format_cast.Tensor": npu_format_cast_like,
+    "npu::npu_format_cast_": npu_format_cast_,
+    "npu::npu_format_cast_.acl_format": npu_format_cast_to_,
+    "npu::_npu_format_cast": _npu_format_cast,
+    "npu::_npu_format_cast.aclnn": _npu_format_cast_aclnn,
+    "npu::_npu_format_cast.input_dtype": _npu_format_cast_input_dtype,
 }

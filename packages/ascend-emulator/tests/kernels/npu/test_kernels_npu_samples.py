@@ -93,6 +93,21 @@ SAMPLES: dict[str, Callable[[], Call]] = {
     "npu::npu_dtype_cast": lambda: ([r(2, 3), F], {}),
     "npu::_npu_dtype_cast": lambda: ([r(2, 3), F], {}),
     "npu::npu_format_cast": lambda: ([r(2, 3), 29], {}),
+    "npu::npu_format_cast.Tensor": lambda: ([r(2, 3), r(1)], {}),
+    "npu::npu_format_cast_": lambda: ([r(2, 3), r(1)], {}),
+    "npu::npu_format_cast_.acl_format": lambda: ([r(2, 3), 29], {}),
+    "npu::_npu_format_cast": lambda: ([r(2, 3), 29], {}),
+    "npu::_npu_format_cast.aclnn": lambda: ([r(2, 3), 29, 1], {}),
+    "npu::_npu_format_cast.input_dtype": lambda: ([r(2, 3), 29, 1, 1], {}),
+    "npu::npu_prefetch": lambda: ([r(2, 3), None, 6], {}),
+    "npu::npu_top_k_top_p": lambda: ([r(2, 9), r(2).abs(), i32(3, 5)], {}),
+    "npu::npu_weight_quant_batchmatmul": lambda: ([r(2, 8), b8(8, 3), r(3)], {}),
+    "npu::npu_grouped_matmul_swiglu_quant": lambda: (
+        [b8(4, 3), b8(2, 3, 6), torch.tensor([1, 4]), torch.ones(2, 6), torch.ones(4)], {},
+    ),
+    "npu::npu_grouped_matmul_swiglu_quant_v2": lambda: (
+        [b8(4, 3), [b8(2, 3, 6)], [torch.ones(2, 6)], torch.ones(4), torch.tensor([1, 4])], {"dequant_dtype": torch.float32},
+    ),
     "npu::npu_dynamic_quant": lambda: ([r(2, 3, 8)], {}),
     "npu::npu_quantize": lambda: ([r(3, 8, dtype=F), torch.ones(8), None, torch.qint8, -1], {}),
     "npu::npu_quant_matmul": lambda: (
@@ -196,7 +211,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def as_numbers(call: Call) -> Call:
     """Arguments as the dispatcher hands them on: dtypes for schema's ints as numbers."""
-    numbers = {torch.qint8: 12, torch.bfloat16: 15}
+    numbers = {torch.qint8: 12, torch.bfloat16: 15, torch.float32: 6}
     change = {name: numbers.get(x, x) if isinstance(x, torch.dtype) else x for name, x in call[1].items()}
     return [numbers.get(x, x) if isinstance(x, torch.dtype) else x for x in call[0]], change
 
