@@ -1,4 +1,7 @@
-"""Gating, routing and finalising of expert networks against plain loops, and their refusals."""
+"""Gating, routing and finalising of expert networks against plain loops, and their refusals.
+
+Long because the ops form one chain, and each stage's reference is the next stage's input.
+"""
 
 from __future__ import annotations
 

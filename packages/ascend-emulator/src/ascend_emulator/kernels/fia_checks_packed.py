@@ -10,7 +10,7 @@ import torch
 
 from .fia_call import FiaCall
 from .fia_requests import Geometry
-from .fia_rules import refuse
+from .fia_rules import holds, refuse
 
 MAX_TOKENS = 1 << 20
 _TND_DIMS = {(128, 128), (192, 128), (192, 192)}
@@ -47,11 +47,16 @@ def check_packed_form(call: FiaCall, geometry: Geometry) -> None:
         return
     if layout == "TND_NTD":
         refuse(call.op, "tnd-layout", "input_layout", f"{layout} with head dim {geometry.head_dim}")
-    if call.query.dtype != torch.bfloat16:
+    if call.query.dtype != torch.bfloat16 and holds("tnd-dtype"):
         refuse(call.op, "tnd-dtype", "query", f"{call.query.dtype} in {layout} with head dim {geometry.head_dim}")
     roped = call.query_rope is not None
     allowed = {(128, 128)} if roped else _TND_DIMS if call.layout.query == "TND" else _NTD_DIMS
-    if dims not in allowed:
+    if dims == (64, 64) and call.layout.query == "TND" and not roped:
+        if holds("tnd-dims-64"):
+            refuse(call.op, "tnd-dims-64", "query", f"head dims {dims} in {layout}")
+        if call.heads != call.kv_heads:
+            refuse(call.op, "tnd-dims-mha", "query", f"head dims {dims}, {call.heads} heads on {call.kv_heads}")
+    elif dims not in allowed:
         refuse(
             call.op,
             "tnd-dims",

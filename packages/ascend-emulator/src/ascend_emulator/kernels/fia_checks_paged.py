@@ -11,7 +11,7 @@ import torch
 from .caches import nz_width
 from .fia_call import FiaCall
 from .fia_requests import Geometry
-from .fia_rules import refuse
+from .fia_rules import holds, refuse
 
 INT32_MAX = 2**31 - 1
 
@@ -65,13 +65,25 @@ def _check_block_size(call: FiaCall, geometry: Geometry) -> None:
     size = call.block_size
     if call.query_rope is not None and geometry.head_dim == 512:
         banded = call.sparse_mode == 4
-        if size not in ((64, 128) if banded else (16, 128)):
-            refuse(call.op, "block-size-band" if banded else "block-size-mla", "block_size", size)
-    elif geometry.q_seq > 1:
-        if size % 128 or not 128 <= size <= 512:
-            refuse(call.op, "block-size", "block_size", f"{size} with Q_S = {geometry.q_seq}")
-    elif size % 16 or not 16 <= size <= 512:
-        refuse(call.op, "block-size-decode", "block_size", size)
+        if banded and size not in (64, 128):
+            refuse(call.op, "block-size-band", "block_size", size)
+        if size not in (16, 128) and not banded and holds("block-size-mla"):
+            refuse(call.op, "block-size-mla", "block_size", size)
+        _check_wide(call)
+        return
+    if call.layout.packed and not holds("block-size-packed"):
+        _check_wide(call)
+        return
+    decode = geometry.q_seq == 1
+    step = 16 if decode else 128
+    if size % step or not step <= size <= 512:
+        rule = "block-size-packed" if call.layout.packed else "block-size-decode" if decode else "block-size"
+        refuse(call.op, rule, "block_size", f"{size} with Q_S = {geometry.q_seq}")
+
+
+def _check_wide(call: FiaCall) -> None:
+    if call.block_size % 16 or not 16 <= call.block_size <= 1024:
+        refuse(call.op, "block-size-wide", "block_size", call.block_size)
 
 
 def check_blocks(call: FiaCall, geometry: Geometry) -> None:

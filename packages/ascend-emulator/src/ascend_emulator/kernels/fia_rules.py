@@ -7,9 +7,10 @@ Long because it is a table: one row a constraint.
 
 from __future__ import annotations
 
-from .rules import META, declare, document, note, refuse
+from .pose import Scope
+from .rules import META, declare, document, holds, note, online, refuse
 
-__all__ = ["FIA", "refuse"]
+__all__ = ["FIA", "holds", "refuse"]
 
 FIA = "npu_fused_infer_attention_score[_v2]"
 
@@ -80,7 +81,6 @@ declare(
         "table-width": ("a block table wide enough for the longest request", "widen the block table"),
         "paged-kv-lens": ("paged: key/value lengths passed", "pass the list of key/value lengths"),
         "block-size": ("Q_S > 1: 128 to 512 in multiples of 128", "use blocks of 128 tokens"),
-        "block-size-mla": ("with query_rope: 16 or 128", "use blocks of 128 tokens"),
         "block-size-axis": ("block_size equal to the cache's block axis", "pass the cache's block size"),
         "cache-layout": (
             "BSH, BSND: caches (blocks, block_size, H); BNSD, TND: that or (blocks, KV_N, block_size, D)",
@@ -104,7 +104,6 @@ declare(
         "tnd-entries": ("packed layouts: at most 4096 lengths", "split the batch"),
         "tnd-tokens": ("packed layouts: T of at most 1048576", "split the batch"),
         "tnd-empty": ("packed layouts: no empty query, key or value", "skip the call"),
-        "tnd-dtype": ("packed layouts with a head dim other than 512: bfloat16", "cast to bfloat16, or use BSND"),
         "tnd-dims": (
             "TND: query/key/value head dims 128/128/128, 192/192/128 or 192/192/192; NTD*: 128/128/128 or "
             "192/192/128; with query_rope 128/128/128; or 512 with query_rope",
@@ -179,6 +178,34 @@ declare(
             "use mode 3",
         ),
     },
+)
+declare(
+    FIA,
+    document("npu_fused_infer_attention_score_v2"),
+    "test_kernels_fia_pose.py",
+    {
+        "block-size-mla": ("with query_rope: 16 or 128", "use blocks of 128 tokens"),
+        "block-size-packed": (
+            "packed layouts, head dim other than 512: the sizes of `block-size` and `block-size-decode`",
+            "use blocks of 128 tokens",
+        ),
+        "tnd-dims-64": ("TND: no head dims 64/64/64", "use BSND or BNSD"),
+        "tnd-dtype": ("packed layouts with a head dim other than 512: bfloat16", "cast to bfloat16, or use BSND"),
+    },
+    Scope(before=(9, 1)),
+)
+declare(
+    FIA,
+    f"{online('npu_fused_infer_attention_score_v2')}, taken as that of CANN 9.1",
+    "test_kernels_fia_pose.py",
+    {
+        "block-size-wide": (
+            "with query_rope, or packed layouts: 16 to 1024 in multiples of 16",
+            "use blocks of 128 tokens",
+        ),
+        "tnd-dims-mha": ("TND: head dims 64/64/64 with as many key/value heads as query heads", "use BSND or BNSD"),
+    },
+    Scope(since=(9, 1)),
 )
 note(
     FIA,

@@ -34,6 +34,24 @@ declare(
         ),
     },
 )
+declare(
+    "npu_scatter_nd_update[_]",
+    "SGLang 0.5.23, hardware_backend/npu/memory_pool_npu.py; it names no release",
+    "test_kernels_other_refusals.py",
+    {
+        "scatter-4d": (
+            "(not documented) no updates (n, 1, heads, width) of an input (slots, 1, heads, width): the deployed "
+            "operator's tiling rejects them",
+            "view the input as (slots, heads, width), the updates as (n, heads, width)",
+        ),
+    },
+)
+note(
+    "npu_scatter_nd_update[_]",
+    "int32 indices only; -1 skips a row",
+    "vLLM-Ascend pull requests 15290, 16756",
+    "its document says int32 or int64, and that no index is out of range: both dtypes pass, -1 is a `DeviceFault`",
+)
 note(
     "npu_scatter_nd_update[_]",
     "no index out of range",
@@ -65,6 +83,8 @@ def _check(op: str, input: torch.Tensor, indices: torch.Tensor, updates: torch.T
     wanted = (*indices.shape[:-1], *input.shape[width:])
     if tuple(updates.shape) != wanted:
         refuse(op, "scatter-updates", "updates", f"shape {tuple(updates.shape)}, wanted {wanted}")
+    if width == 1 and indices.dim() == 2 and input.dim() == 4 and input.size(1) == 1:
+        refuse(op, "scatter-4d", "updates", f"shape {tuple(updates.shape)} for an input of {tuple(input.shape)}")
 
 
 def _check_range(op: str, input: torch.Tensor, tuples: torch.Tensor) -> None:

@@ -106,7 +106,8 @@ SAMPLES: dict[str, Callable[[], Call]] = {
         [b8(4, 3), b8(2, 3, 6), torch.tensor([1, 4]), torch.ones(2, 6), torch.ones(4)], {},
     ),
     "npu::npu_grouped_matmul_swiglu_quant_v2": lambda: (
-        [b8(4, 3), [b8(2, 3, 6)], [torch.ones(2, 6)], torch.ones(4), torch.tensor([1, 4])], {"dequant_dtype": torch.float32},
+        [b8(4, 3), [b8(2, 3, 6)], [torch.ones(2, 6)], torch.ones(4), torch.tensor([1, 4])],
+        {"dequant_dtype": torch.float32},
     ),
     "npu::npu_dynamic_quant": lambda: ([r(2, 3, 8)], {}),
     "npu::npu_quantize": lambda: ([r(3, 8, dtype=F), torch.ones(8), None, torch.qint8, -1], {}),
