@@ -25,6 +25,9 @@ from . import (
     grouped_swiglu,
     kv_norm_rope,
     lightning_indexer,
+    moe_combine,
+    moe_combine_norm,
+    moe_dispatch,
     moe_finalize,
     moe_gating,
     moe_routing,
@@ -57,7 +60,7 @@ _MODULES: tuple[Any, ...] = (
     *(norms, norms_quant, rotary, rope, kv_norm_rope, activation, gated, casts),
     *(quant, quant_matmul, weight_quant_matmul, grouped_matmul, grouped_swiglu, batch_matmul),
     *(top_k_top_p, prefetch),
-    *(moe_gating, moe_routing, moe_finalize),
+    *(moe_gating, moe_routing, moe_finalize, moe_dispatch, moe_combine, moe_combine_norm),
 )
 REGISTRY: dict[str, Callable[..., Any]] = {
     name: kernel for module in _MODULES for name, kernel in module.KERNELS.items()

@@ -180,7 +180,7 @@ SAMPLES: dict[str, Callable[[], Call]] = {
         [r(2, 3, 4, 512), r(4, 16, 1, 512), r(4, 16, 1, 512), torch.zeros(2, 3, 1, 2, dtype=I32), 0.1], SFA,
     ),
 }  # fmt: skip
-ELSEWHERE = ("fused_infer_attention_score", "transfer_")
+ELSEWHERE = ("fused_infer_attention_score", "transfer_", "moe_distribute")
 
 
 def overload(name: str) -> Any:
