@@ -17,9 +17,11 @@ from . import (
     attention_update,
     batch_matmul,
     casts,
+    causal_conv,
     fia_v1,
     fia_v2,
     gated,
+    gated_delta,
     gather_pa,
     grouped_matmul,
     grouped_swiglu,
@@ -61,6 +63,7 @@ _MODULES: tuple[Any, ...] = (
     *(quant, quant_matmul, weight_quant_matmul, grouped_matmul, grouped_swiglu, batch_matmul),
     *(top_k_top_p, prefetch),
     *(moe_gating, moe_routing, moe_finalize, moe_dispatch, moe_combine, moe_combine_norm),
+    *(gated_delta, causal_conv),
 )
 REGISTRY: dict[str, Callable[..., Any]] = {
     name: kernel for module in _MODULES for name, kernel in module.KERNELS.items()
@@ -68,7 +71,7 @@ REGISTRY: dict[str, Callable[..., Any]] = {
 """Kernel of each op, by full name and overload as torch.ops spells them."""
 UNDECLARED_WRITES: dict[str, tuple[str, ...]] = {
     name: arguments
-    for module in (rope, kv_norm_rope, sgl_cache, sgl_sampling)
+    for module in (rope, kv_norm_rope, sgl_cache, sgl_sampling, causal_conv)
     for name, arguments in module.UNDECLARED_WRITES.items()
 }
 """Arguments that an op writes on a device although its schema does not say so, by full name of the op."""

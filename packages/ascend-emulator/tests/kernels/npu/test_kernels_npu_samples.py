@@ -27,7 +27,15 @@ def i32(*numbers: Any) -> torch.Tensor:
 
 
 F = torch.float32
+B = torch.bfloat16
 CACHE = (4, 16, 2, 32)
+DELTA = [r(3, 2, 16, dtype=B), r(3, 2, 16, dtype=B, seed=1), r(3, 4, 8, dtype=B), r(5, 4, 8, 16, dtype=B)]
+GATES = {
+    "beta": r(3, 4, dtype=B),
+    "scale": 0.25,
+    "actual_seq_lengths": i32(2, 1),
+    "ssm_state_indices": i32(4, 0, 2),
+}
 TABLE = i32([1, 2], [3, 0])
 KV: dict[str, Any] = {
     "kv": r(2, 1, 3, 576), "gamma": r(512), "cos": r(2, 1, 3, 64), "sin": r(2, 1, 3, 64), "index": torch.arange(6),
@@ -171,6 +179,14 @@ SAMPLES: dict[str, Callable[[], Call]] = {
          *(torch.full((1, 3), -9) for _ in range(4)), 2, 2, 3, 0], {},
     ),
     "npu::apply_token_bitmask": lambda: ([r(2, 40), i32([5, 1], [0, 3])], {}),
+    "npu::npu_recurrent_gated_delta_rule": lambda: (DELTA, GATES),
+    "npu::npu_recurrent_gated_delta_rule_functional": lambda: (DELTA, GATES),
+    "npu::recurrent_gated_delta_rule": lambda: (
+        [r(1, 2, 96, dtype=B), r(4, 4, 8, 16, dtype=B), r(1, 2, 4, dtype=B), 0.25, i32(2), i32([0, 3]), 2, 4], {},
+    ),
+    "npu::causal_conv1d": lambda: (
+        [r(3, 16), r(4, 16), r(2, 6, 16), None, i32(0, 2, 3), i32(1, 0)], {"activation_mode": 1, "run_mode": 1},
+    ),
     "npu::npu_attention_update": lambda: ([[r(3, dtype=F)] * 2, [r(3, 8), r(3, 8, seed=1)], 1], {}),
     "npu::npu_lightning_indexer": lambda: (
         [r(2, 3, 4, 128), r(4, 16, 1, 128), r(2, 3, 4)],
