@@ -245,7 +245,7 @@ class DictionaryIndex:
 
 
 def indexing(bench: Bench) -> None:
-    """An index of a million pages, and one of 10,000 pages that is filled and emptied."""
+    """An index of a million pages."""
     page, pages, length = 128, 1_000_000, 1024
     index, reference = kp.PrefixIndex(page, device_pages=pages + length), DictionaryIndex()
     words = list(range(50_000))  # one object a word, so that the dictionary fits in memory
@@ -269,10 +269,13 @@ def indexing(bench: Bench) -> None:
         at_least=10,
         unit="µs",
     )
-    del index, reference
-    some = 10_000
+
+
+def refilling(bench: Bench) -> None:
+    """An index of 10,000 pages, filled and emptied."""
+    page, some, vocabulary = 128, 10_000, 50_000
     small, other = kp.PrefixIndex(page, device_pages=some + 1), DictionaryIndex()
-    tokens = np.random.default_rng(0).integers(0, len(words), some * page)
+    tokens = np.random.default_rng(0).integers(0, vocabulary, some * page)
     numbers, held = np.arange(1, some + 1), tokens.tolist()
 
     def ours() -> None:
@@ -310,6 +313,7 @@ def main() -> None:
     stepping(bench)
     threading(bench)
     hashing(bench)
+    refilling(bench)
     indexing(bench)
     bench.finish()
 

@@ -56,10 +56,10 @@ impl Side {
 
     /// Rank and head range of every known hold on `name` in the group of `index`.
     fn holds(&self, index: usize, name: EntryName) -> impl Iterator<Item = (u64, HeadRange)> {
-        let group = self.manifests()[index].placement.dp_rank;
+        let group = self.manifests()[index].placement.group();
         self.manifests()
             .iter()
-            .filter(move |manifest| manifest.placement.dp_rank == group)
+            .filter(move |manifest| manifest.placement.group() == group)
             .filter_map(move |manifest| Some((manifest.placement.tp_rank, manifest.find(name)?.1.head_range)))
     }
 }
@@ -101,6 +101,7 @@ impl Agreement {
             })
         };
         let source = pick(&self.local, "local", local_index)?;
+        source.placement.can_send()?;
         let destination = pick(&self.remote, "remote", remote_index)?;
         let share = |name: EntryName, from: &BufferEntry, to: &BufferEntry, total: u64, common: HeadRange| {
             self.share((local_index, from), (remote_index, to), name, total, common)
@@ -157,9 +158,7 @@ pub fn agree_on(local: Side, remote: Side, parts: &[Part]) -> Result<Agreement> 
             "name at least one part",
         ));
     }
-    for manifest in local.manifests().iter().chain(remote.manifests()) {
-        manifest.placement.supported()?;
-    }
+    local.manifests()[0].placement.can_send()?;
     let differences = differences(&local, &remote, parts);
     if differences.is_empty() {
         let mut parts = parts.to_vec();
@@ -263,6 +262,8 @@ fn compare_specs(
     differ(found, format!("{name}.dtype"), mine.dtype.as_str(), other.dtype.as_str(), lengths.as_str(), same);
     differ(found, format!("{name}.total_heads"), mine.total_heads, other.total_heads, lengths.as_str(), same);
     differ(found, format!("{name}.dims"), mine.dims, other.dims, lengths.as_str(), same);
+    let ratio = "an entry of one side stands for other tokens than the other's";
+    differ(found, format!("{name}.compression"), mine.compression, other.compression, ratio, same);
     let unit = "indices of one side count other things than the other's";
     differ(found, format!("{name}.item_kind"), mine.item_kind.as_str(), other.item_kind.as_str(), unit, same);
     if mine.axes != other.axes && !same_byte_order(local, remote, mine, other) {

@@ -46,7 +46,6 @@ impl Deployment {
         };
         let mut places: BTreeMap<Placement, usize> = BTreeMap::new();
         for (index, manifest) in manifests.iter().enumerate() {
-            manifest.placement.supported()?;
             let sizes_differ = manifest.placement.sizes() != first.placement.sizes();
             if sizes_differ || manifest.layout != first.layout {
                 let what = if sizes_differ { "parallel sizes" } else { "layout" };
@@ -87,7 +86,7 @@ impl Deployment {
                     "wait until every rank has published its manifest, or leave out the group as a whole",
                 ));
             }
-            check_group(&manifests, dp_rank)?;
+            (0..dcp_size).try_for_each(|dcp_rank| check_group(&manifests, (dp_rank, dcp_rank)))?;
         }
         Ok(Deployment { manifests })
     }
@@ -106,9 +105,10 @@ impl Deployment {
 /// A rank's hold on a name: placement and head range.
 type Hold = (Placement, (u64, u64));
 
-fn check_group(manifests: &[Arc<RankManifest>], dp_rank: u64) -> Result<()> {
+/// Checks the ranks of one data-parallel group that hold the same tokens.
+fn check_group(manifests: &[Arc<RankManifest>], group: (u64, u64)) -> Result<()> {
     let mut holds: HashMap<EntryName, Vec<Hold>> = HashMap::new();
-    for manifest in manifests.iter().filter(|manifest| manifest.placement.dp_rank == dp_rank) {
+    for manifest in manifests.iter().filter(|manifest| manifest.placement.group() == group) {
         for entry in manifest.entries.iter().filter(|entry| entry.heads() > 0) {
             holds.entry(entry.name()).or_default().push((manifest.placement, entry.head_range));
         }

@@ -101,6 +101,8 @@ error_kinds! {
     InconsistentDeployment,
     /// A layer or a head range is missing or doubly owned.
     IncompleteDeployment,
+    /// A bare list of pointers can be named in no way, or in several.
+    UnnamedPointers,
     /// Two sides differ in a field that the transfer depends on.
     LayoutMismatch,
     /// A placement that no plan exists for, such as context parallelism.
@@ -117,10 +119,16 @@ error_kinds! {
     DuplicateDestination,
     /// Runs of one kind of item were joined with a route of another kind.
     ItemKindMismatch,
+    /// Runs of one context-parallel rank, or of none, were joined with another's route.
+    ContextMismatch,
     /// A slice names something that the layout or the runs do not have.
     SliceError,
     /// A plan would lower to more blocks than the engine takes.
     BlockLimitExceeded,
+    /// More regions than an engine registers.
+    RegionLimitExceeded,
+    /// A block lies outside the registered regions.
+    UnregisteredMemory,
     /// An address sum leaves the 64-bit range.
     AddressOverflow,
     /// Fields of a row layout contradict each other.

@@ -12,7 +12,8 @@ use crate::words::{Axis, Component, DType, ItemKind, Part};
 /// Geometry of one component of one part.
 ///
 /// Invariants: 1. at least one layer id; 2. heads and dims are positive;
-/// 3. `axes` names token, head and dim once each. A layer id that stands k times
+/// 3. `axes` names token, head and dim once each; 4. the compression is 1 or more, 1
+/// where items are no pages, and the one of the component's name. A layer id that stands k times
 /// means k buffers, told apart by their occurrence 0..k.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -33,6 +34,17 @@ pub struct ComponentSpec {
     pub axes: [Axis; 3],
     /// What one item is.
     pub item_kind: ItemKind,
+    /// Tokens that one entry of a page stands for; 1 without compression.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub compression: u64,
+}
+
+fn one() -> u64 {
+    1
+}
+
+fn is_one(number: &u64) -> bool {
+    *number == 1
 }
 
 fn invalid(subject: String, local: impl Into<crate::Value>, consequence: &str, remedy: &str) -> PlanError {
@@ -54,10 +66,10 @@ impl ComponentSpec {
         counts
     }
 
-    /// Token slots in one item.
+    /// Entries along the token axis of one item: token slots, or fewer where entries are compressed.
     pub fn tokens(&self, page_size: u64) -> u64 {
         match self.item_kind {
-            ItemKind::Page => page_size,
+            ItemKind::Page => page_size / self.compression.max(1),
             ItemKind::RequestRow | ItemKind::Token => 1,
         }
     }
@@ -102,14 +114,35 @@ impl ComponentSpec {
                 "name token, head and dim once each",
             ));
         }
-        self.item_bytes(1, self.total_heads).map(|_| ())
+        let named = self.component.compression().unwrap_or(self.compression);
+        if self.compression == 0 || self.compression != named {
+            return Err(PlanError::new(
+                ErrorKind::LayoutError,
+                format!("{name}.compression"),
+                self.compression,
+                named.max(1),
+                "an entry would stand for another number of tokens than its name says",
+                "give the tokens of one entry, 1 without compression",
+            ));
+        }
+        if self.compression > 1 && self.item_kind != ItemKind::Page {
+            return Err(PlanError::new(
+                ErrorKind::LayoutError,
+                format!("{name}.compression"),
+                self.compression,
+                1u64,
+                "only pages hold entries that stand for several tokens",
+                "give item_kind 'page', or no compression",
+            ));
+        }
+        self.item_bytes(self.compression, self.total_heads).map(|_| ())
     }
 }
 
 /// Geometry that all ranks of a deployment share.
 ///
 /// Invariants: 1. at least one component, each (component, part) once; 2. page
-/// size positive and a multiple of the kernel block size; 3. a fingerprint;
+/// size positive, a multiple of the kernel block size and of every compression; 3. a fingerprint;
 /// 4. target and draft layer ids are disjoint, because ids are global.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -151,6 +184,16 @@ impl ModelLayout {
         }
         if self.page_size == 0 {
             return Err(invalid("page_size".into(), 0u64, "a page would hold no token", "give 1 or more"));
+        }
+        if let Some(spec) = self.components.iter().find(|spec| !self.page_size.is_multiple_of(spec.compression)) {
+            return Err(PlanError::new(
+                ErrorKind::LayoutError,
+                format!("{}.compression", spec.name()),
+                spec.compression,
+                self.page_size,
+                "an entry would stand for tokens of two pages",
+                "choose a page size that is a multiple of every compression",
+            ));
         }
         if let Some(block) = self.kernel_block_size
             && (block == 0 || !self.page_size.is_multiple_of(block))

@@ -50,6 +50,14 @@ pub struct Batch {
     pub nbytes: Vec<u64>,
 }
 
+impl Batch {
+    pub(crate) fn push(&mut self, source: u64, destination: u64, bytes: u64) {
+        self.source.push(source);
+        self.destination.push(destination);
+        self.nbytes.push(bytes);
+    }
+}
+
 /// A plan as blocks.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LoweredPlan {
@@ -143,7 +151,8 @@ pub fn count(plan: &Plan, capabilities: &Capabilities) -> Result<u64> {
     Ok(total)
 }
 
-fn too_many(blocks: u64, limit: u64) -> PlanError {
+/// The refusal of more blocks than a limit.
+pub(crate) fn too_many(blocks: u64, limit: u64) -> PlanError {
     PlanError::new(
         ErrorKind::BlockLimitExceeded,
         "blocks",

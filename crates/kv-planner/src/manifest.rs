@@ -64,19 +64,24 @@ impl Placement {
         Ok(self)
     }
 
-    /// Refuses what no plan exists for.
-    pub(crate) fn supported(&self) -> Result<()> {
+    /// Refuses a source that no plan exists for.
+    pub(crate) fn can_send(&self) -> Result<()> {
         if self.dcp_size == 1 {
             return Ok(());
         }
         Err(PlanError::new(
             ErrorKind::UnsupportedPlacement,
-            "dcp_size",
+            "local dcp_size",
             self.dcp_size,
             1u64,
-            "pages of a request are spread over ranks, which page pairs do not express",
-            "run this side with dcp_size 1",
+            "tokens of a request are spread over ranks, and only the way from one rank to several is planned",
+            "run the sending side with dcp_size 1",
         ))
+    }
+
+    /// Ranks of one group share a copy of the model's cache, and the same tokens.
+    pub(crate) fn group(&self) -> (u64, u64) {
+        (self.dp_rank, self.dcp_rank)
     }
 
     pub(crate) fn sizes(&self) -> [u64; 4] {

@@ -3,6 +3,7 @@
 
 use crate::address;
 use crate::error::{ErrorKind, PlanError, Result};
+use crate::interleave::Context;
 use crate::layout::ModelLayout;
 use crate::route::Route;
 use crate::runs::Runs;
@@ -61,8 +62,9 @@ fn unknown(field: &str, asked: String, known: String) -> PlanError {
 
 /// `Route` × `Runs`: which bytes of which pages go where.
 ///
-/// Invariants: 1. the runs count the route's kind of item; 2. every item exists
-/// in both entries of every pair.
+/// Invariants: 1. the runs count the route's kind of item; 2. they are the share of
+/// the destination's context-parallel rank; 3. every item exists in both entries of
+/// every pair.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Plan {
     route: Route,
@@ -85,6 +87,11 @@ impl Plan {
                 "the indices would be taken for another unit",
                 "slice the route by item_kinds and plan each kind with its own runs",
             ));
+        }
+        let place = &route.destination().placement;
+        let wanted = (place.dcp_size > 1).then_some(Context { rank: place.dcp_rank, size: place.dcp_size });
+        if runs.context() != wanted && !route.pairs().is_empty() {
+            return Err(other_context(runs.context(), wanted));
         }
         if let Some((source, destination)) = runs.last_items() {
             let totals = route.totals();
@@ -164,6 +171,21 @@ impl std::fmt::Display for Plan {
     }
 }
 
+fn other_context(runs: Option<Context>, route: Option<Context>) -> PlanError {
+    let spell = |context: Option<Context>| match context {
+        None => "all tokens of a request".to_owned(),
+        Some(context) => format!("the share of dcp {}/{}", context.rank, context.size),
+    };
+    PlanError::new(
+        ErrorKind::ContextMismatch,
+        "runs",
+        spell(runs),
+        spell(route),
+        "tokens would go to ranks that do not own them",
+        "make the runs with page_interleaved or token_interleaved for the destination's dcp rank and size",
+    )
+}
+
 fn out_of_range(route: &Route, source: u64, destination: u64) -> PlanError {
     for pair in route.pairs() {
         let sides = [
@@ -171,12 +193,13 @@ fn out_of_range(route: &Route, source: u64, destination: u64) -> PlanError {
             ("destination", destination, &route.destination().entries[pair.destination_entry]),
         ];
         for (side, page, entry) in sides {
-            if page >= entry.items() {
+            let items = route.items(entry);
+            if page >= items {
                 return PlanError::new(
                     ErrorKind::PageOutOfRange,
                     format!("{side}_pages for {}", entry.name()),
                     page,
-                    entry.items(),
+                    items,
                     "the page lies beyond the buffer and would address foreign memory",
                     "give pages below the entry's number of items",
                 );

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crate::address;
-use crate::error::Result;
+use crate::error::{ErrorKind, PlanError, Result};
 use crate::heads::{HeadRange, intersect};
 use crate::layout::ComponentSpec;
 use crate::manifest::{BufferEntry, EntryName, RankManifest};
@@ -57,6 +57,8 @@ pub struct Route {
     pairs: Arc<[RoutePair]>,
     lanes: Arc<Lanes>,
     totals: Totals,
+    /// Items that a page is taken for: 1, or its tokens.
+    per_page: u64,
 }
 
 /// Pairs as addresses: where item 0's first piece lies on both sides, pair by pair,
@@ -90,10 +92,24 @@ impl Steps {
     }
 
     /// Address of item 0's first piece, checked up to the end of the last item's last.
-    fn base(&self, entry: &BufferEntry, offset: u64, (item, row): (u64, u64)) -> Result<u64> {
-        let last = address::at(entry.address, entry.items().saturating_sub(1), item, offset)?;
+    fn base(&self, entry: &Items, offset: u64, (item, row): (u64, u64)) -> Result<u64> {
+        let last = address::at(entry.address, entry.count.saturating_sub(1), item, offset)?;
         address::at(last, self.rows - 1, row, self.row_bytes)?;
         address::at(entry.address, 1, offset, 0)
+    }
+}
+
+/// The items of an entry as a route counts them.
+struct Items {
+    address: u64,
+    stride: u64,
+    count: u64,
+}
+
+impl Items {
+    fn of(entry: &BufferEntry, per_page: u64) -> Result<Items> {
+        let count = address::product(&[entry.items(), per_page])?;
+        Ok(Items { address: entry.address, stride: entry.item_stride / per_page, count })
     }
 }
 
@@ -149,21 +165,27 @@ impl Route {
                 pairs.push(pair((source_entry, from), (destination_entry, to), specs, pages, heads)?);
             }
         }
-        Route::from_pairs(source, destination, pairs.into())
+        Route::from_pairs(source, destination, pairs.into(), 1)
     }
 
-    fn from_pairs(source: Arc<RankManifest>, destination: Arc<RankManifest>, pairs: Arc<[RoutePair]>) -> Result<Route> {
+    fn from_pairs(
+        source: Arc<RankManifest>,
+        destination: Arc<RankManifest>,
+        pairs: Arc<[RoutePair]>,
+        per_page: u64,
+    ) -> Result<Route> {
         let mut totals = Totals { source_items: u64::MAX, destination_items: u64::MAX, ..Totals::default() };
         let mut lanes = Lanes::default();
         for pair in pairs.iter() {
             let (from, to) = (&source.entries[pair.source_entry], &destination.entries[pair.destination_entry]);
-            let steps = pair.steps(from, to);
-            lanes.sources.push(steps.base(from, pair.source_offset, (steps.source_item, steps.source_row))?);
+            let (from, to) = (Items::of(from, per_page)?, Items::of(to, per_page)?);
+            let steps = pair.steps(&from, &to);
+            lanes.sources.push(steps.base(&from, pair.source_offset, (steps.source_item, steps.source_row))?);
             let strides = (steps.destination_item, steps.destination_row);
-            lanes.destinations.push(steps.base(to, pair.destination_offset, strides)?);
+            lanes.destinations.push(steps.base(&to, pair.destination_offset, strides)?);
             totals.bytes = address::at(totals.bytes, pair.rows, pair.row_bytes, 0)?;
-            totals.source_items = totals.source_items.min(from.items());
-            totals.destination_items = totals.destination_items.min(to.items());
+            totals.source_items = totals.source_items.min(from.count);
+            totals.destination_items = totals.destination_items.min(to.count);
             if steps.joins_items() {
                 totals.blocks_per_run += 1;
             } else {
@@ -178,7 +200,7 @@ impl Route {
         if pairs.iter().any(|pair| Some(pair.item_kind) != totals.item_kind) {
             totals.item_kind = None;
         }
-        Ok(Route { source, destination, pairs, lanes: Arc::new(lanes), totals })
+        Ok(Route { source, destination, pairs, lanes: Arc::new(lanes), totals, per_page })
     }
 
     pub(crate) fn lanes(&self) -> &Lanes {
@@ -204,9 +226,50 @@ impl Route {
         &self.totals
     }
 
+    /// Items of an entry, as this route counts them.
+    pub(crate) fn items(&self, entry: &BufferEntry) -> u64 {
+        entry.items().saturating_mul(self.per_page)
+    }
+
     /// Bytes of one item over all pairs.
     pub fn item_bytes(&self) -> u64 {
         self.totals.bytes
+    }
+
+    /// The same bytes with token slots for items: slot `page * page_size + offset`.
+    ///
+    /// Every pair must count pages whose outermost axis is the token, uncompressed and
+    /// without bytes between two pages, on both sides.
+    pub fn by_token(&self) -> Result<Route> {
+        let page_size = self.source.layout.page_size;
+        let mut pairs = Vec::with_capacity(self.pairs.len());
+        for pair in self.pairs.iter() {
+            let (from, to) =
+                (&self.source.entries[pair.source_entry], &self.destination.entries[pair.destination_entry]);
+            let spec = self.source.layout.spec(pair.component, pair.part)?;
+            let other = self.destination.layout.spec(pair.component, pair.part)?;
+            let first = |spec: &ComponentSpec| spec.axes[0] == Axis::Token && spec.compression == 1;
+            let dense = |entry: &BufferEntry| entry.item_stride == entry.item_bytes;
+            if pair.item_kind != ItemKind::Page || !first(spec) || !first(other) || !dense(from) || !dense(to) {
+                return Err(PlanError::new(
+                    ErrorKind::ItemKindMismatch,
+                    format!("{} by token", pair.name()),
+                    pair.item_kind.as_str(),
+                    ItemKind::Token.as_str(),
+                    "its token slots are not evenly spaced over the buffer",
+                    "plan it by pages, or give it pages with the token axis outermost and nothing between them",
+                ));
+            }
+            let mut own = RoutePair { item_kind: ItemKind::Token, ..*pair };
+            if pair.rows == 1 {
+                own.row_bytes = pair.row_bytes / page_size;
+                (own.source_row_stride, own.destination_row_stride) = (own.row_bytes, own.row_bytes);
+            } else {
+                own.rows = pair.rows / page_size;
+            }
+            pairs.push(own);
+        }
+        Route::from_pairs(self.source.clone(), self.destination.clone(), pairs.into(), page_size)
     }
 
     /// The pairs that `slice` names; an id unknown to the layout is refused.
@@ -219,15 +282,15 @@ impl Route {
                 && slice.components.as_ref().is_none_or(|components| components.contains(&pair.component))
                 && slice.item_kinds.as_ref().is_none_or(|kinds| kinds.contains(&pair.item_kind))
         });
-        Route::from_pairs(self.source.clone(), self.destination.clone(), kept.copied().collect())
+        Route::from_pairs(self.source.clone(), self.destination.clone(), kept.copied().collect(), self.per_page)
     }
 }
 
 impl RoutePair {
-    fn steps(&self, from: &BufferEntry, to: &BufferEntry) -> Steps {
+    fn steps(&self, from: &Items, to: &Items) -> Steps {
         Steps {
-            source_item: from.item_stride,
-            destination_item: to.item_stride,
+            source_item: from.stride,
+            destination_item: to.stride,
             source_row: self.source_row_stride,
             destination_row: self.destination_row_stride,
             rows: self.rows,

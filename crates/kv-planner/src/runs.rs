@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use crate::error::{ErrorKind, PlanError, Result};
+use crate::interleave::Context;
 use crate::words::ItemKind;
 
 /// Consecutive items on both sides.
@@ -27,6 +28,7 @@ pub struct Runs {
     runs: Arc<[Run]>,
     page_count: u64,
     last_items: Option<(u64, u64)>,
+    context: Option<Context>,
 }
 
 impl Runs {
@@ -50,7 +52,7 @@ impl Runs {
         if let (Some(from), Some(to)) = (consecutive(source), consecutive(destination)) {
             let run = Run { source: from, destination: to, count: source.len() as u64 };
             let last_items = Some((from + run.count - 1, to + run.count - 1));
-            return Ok(Runs { item_kind, runs: Arc::new([run]), page_count: run.count, last_items });
+            return Ok(Runs { item_kind, runs: Arc::new([run]), page_count: run.count, last_items, context: None });
         }
         let mut runs: Vec<Run> = Vec::with_capacity(source.len());
         let mut ascending = true;
@@ -69,6 +71,16 @@ impl Runs {
             refuse_duplicates(&runs, source.len() as u64)?;
         }
         Ok(Runs::joined(item_kind, runs, source.len() as u64))
+    }
+
+    /// The same pairs, for the share of one context-parallel rank.
+    pub(crate) fn within(self, context: Context) -> Runs {
+        Runs { context: Some(context), ..self }
+    }
+
+    /// The context-parallel rank whose share this is; `None` for a whole request.
+    pub fn context(&self) -> Option<Context> {
+        self.context
     }
 
     /// The runs, in the order of the pairs.
@@ -99,7 +111,7 @@ impl Runs {
     fn joined(item_kind: ItemKind, runs: Vec<Run>, page_count: u64) -> Runs {
         let source = runs.iter().map(|run| run.source + run.count - 1).max();
         let destination = runs.iter().map(|run| run.destination + run.count - 1).max();
-        Runs { item_kind, runs: runs.into(), page_count, last_items: source.zip(destination) }
+        Runs { item_kind, runs: runs.into(), page_count, last_items: source.zip(destination), context: None }
     }
 
     /// The pairs `start..stop`, counted in the order given.
@@ -124,7 +136,7 @@ impl Runs {
             }
             passed += run.count;
         }
-        Ok(Runs::joined(self.item_kind, kept, stop - start))
+        Ok(Runs { context: self.context, ..Runs::joined(self.item_kind, kept, stop - start) })
     }
 }
 
@@ -138,7 +150,8 @@ fn consecutive(items: &[i64]) -> Option<u64> {
     (apart == 0).then_some(first as u64)
 }
 
-fn usable(argument: &str, position: usize, page: i64) -> Result<u64> {
+/// A page as a number, 1 or more.
+pub(crate) fn usable(argument: &str, position: usize, page: i64) -> Result<u64> {
     match u64::try_from(page) {
         Ok(0) => Err(PlanError::new(
             ErrorKind::ReservedPage,

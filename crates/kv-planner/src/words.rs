@@ -53,6 +53,10 @@ vocabulary!(
         Value = "value",
         /// Compressed latent of multi-head latent attention.
         Latent = "latent",
+        /// Latent of layers that keep one entry for 4 tokens.
+        LatentC4 = "latent_c4",
+        /// Latent of layers that keep one entry for 128 tokens.
+        LatentC128 = "latent_c128",
         /// Rotary part that goes with a latent.
         Rope = "rope",
         /// Keys of a sparse-attention indexer.
@@ -119,6 +123,17 @@ vocabulary!(
         Bool = "bool",
     }
 );
+
+impl Component {
+    /// Tokens of one entry, where the component itself says so.
+    pub fn compression(self) -> Option<u64> {
+        match self {
+            Component::LatentC4 => Some(4),
+            Component::LatentC128 => Some(128),
+            _ => None,
+        }
+    }
+}
 
 impl DType {
     /// Bytes of one element.

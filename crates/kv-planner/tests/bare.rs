@@ -16,6 +16,7 @@ fn spec(component: Component, part: Part, layer_ids: &[u64]) -> ComponentSpec {
         dims: 4,
         axes: [Axis::Token, Axis::Head, Axis::Dim],
         item_kind: ItemKind::Page,
+        compression: 1,
     }
 }
 

@@ -16,6 +16,7 @@ fn spec(component: Component, layer_ids: &[u64], total_heads: u64) -> ComponentS
         dims: 4,
         axes: [Axis::Token, Axis::Head, Axis::Dim],
         item_kind: ItemKind::Page,
+        compression: 1,
     }
 }
 
@@ -68,6 +69,10 @@ fn deployment(manifests: Vec<Result<Arc<RankManifest>>>) -> Result<Deployment> {
     Deployment::new(manifests.into_iter().map(Result::unwrap).collect())
 }
 
+fn regions(buffers: &[(u64, u64)]) -> Result<Regions> {
+    Regions::new(buffers, RegionLimits { alignment: 16, max_bytes: None, max_regions: Some(1) })
+}
+
 fn held() -> PrefixIndex {
     let index = PrefixIndex::new(2, 8, 8).unwrap();
     index.insert(&[1, 2, 3, 4], &[1, 2], &Namespace::default(), Tier::Device).unwrap();
@@ -97,6 +102,18 @@ fn example(kind: ErrorKind) -> PlanError {
         ErrorKind::UnsupportedPlacement => {
             let spread = rank(Placement { dcp_size: 2, ..Placement::default() }, vec![]).unwrap();
             agree(Side::Rank(spread), Side::Rank(whole())).unwrap_err()
+        }
+        ErrorKind::UnnamedPointers => name_pointers(&key_layout(), 1, None).unwrap_err(),
+        ErrorKind::ContextMismatch => {
+            let span = Span { page_size: 2, prefix_tokens: 0, page_offset: 0, tokens: 2 };
+            let context = Context { rank: 0, size: 2 };
+            let runs = page_interleaved(&[1], &[1], span, context, Slots::Local).unwrap();
+            Plan::new(plan().route().clone(), runs).unwrap_err()
+        }
+        ErrorKind::RegionLimitExceeded => regions(&[(0, 1), (64, 1)]).unwrap_err(),
+        ErrorKind::UnregisteredMemory => {
+            let elsewhere = regions(&[(64, 1)]).unwrap();
+            lower_within(&plan(), &Capabilities::default(), Some(&elsewhere), None).unwrap_err()
         }
         ErrorKind::HeadsDoNotSplit => split_heads(3, 0, 2).unwrap_err(),
         ErrorKind::UnequalPages => Runs::new(&[1], &[]).unwrap_err(),

@@ -29,6 +29,7 @@ fn spec(part: Part) -> impl Strategy<Value = ComponentSpec> {
         dims,
         axes: [Axis::Token, Axis::Head, Axis::Dim],
         item_kind: ItemKind::Page,
+        compression: 1,
     })
 }
 

@@ -16,6 +16,7 @@ fn layout(total_heads: u64) -> Arc<ModelLayout> {
         dims: 1,
         axes: [Axis::Token, Axis::Head, Axis::Dim],
         item_kind: ItemKind::Page,
+        compression: 1,
     };
     let layout = ModelLayout {
         components: vec![spec],

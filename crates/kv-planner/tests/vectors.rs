@@ -184,6 +184,7 @@ fn offsets() {
             dims: number("dims"),
             axes: [Axis::Token, Axis::Head, Axis::Dim],
             item_kind: ItemKind::Page,
+            compression: 1,
         };
         let layout = ModelLayout {
             components: vec![spec],

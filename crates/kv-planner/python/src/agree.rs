@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use kv_planner::{Agreement, Component, ErrorKind, ItemKind, Part, PlanError, Route, RoutePair, Side, Slice};
+use kv_planner::{Agreement, Component, Describe, ErrorKind, ItemKind, Part, PlanError, Route, RoutePair, Side, Slice};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
@@ -47,7 +47,7 @@ fn side(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Side> {
 ///
 /// Raises:
 ///     LayoutMismatch: With all differences at once in `.differences`.
-///     UnsupportedPlacement: Decode context parallelism.
+///     UnsupportedPlacement: Decode context parallelism on the sending side.
 #[pyfunction]
 #[pyo3(
     signature = (local, remote, *, parts=None),
@@ -116,6 +116,11 @@ impl PyAgreement {
         PyAgreement(Arc::new(self.0.reversed()))
     }
 
+    /// Says in plain words what this is: a line, and more lines where it has parts.
+    fn describe(&self) -> String {
+        self.0.describe()
+    }
+
     fn __repr__(&self) -> String {
         let (local, remote) = (self.0.local.manifests().len(), self.0.remote.manifests().len());
         format!("Agreement({local} local ranks -> {remote} remote ranks)")
@@ -182,12 +187,26 @@ impl PyRoute {
         Ok(PyRoute(guarded(|| self.0.slice(&slice))?))
     }
 
+    /// Returns the same bytes with token slots for items: slot = page * page_size + offset.
+    ///
+    /// Raises:
+    ///     ItemKindMismatch: A pair does not count pages, its token axis is not the outermost, its entries are compressed, or
+    ///         there are bytes between two pages.
+    fn by_token(&self) -> PyResult<PyRoute> {
+        Ok(PyRoute(guarded(|| self.0.by_token())?))
+    }
+
     fn __len__(&self) -> usize {
         self.0.pairs().len()
     }
 
     fn __bool__(&self) -> bool {
         !self.0.pairs().is_empty()
+    }
+
+    /// Says in plain words what this is: a line, and more lines where it has parts.
+    fn describe(&self) -> String {
+        self.0.describe()
     }
 
     fn __repr__(&self) -> String {
@@ -284,6 +303,11 @@ impl PyRoutePair {
     #[getter]
     fn destination_row_stride(&self) -> u64 {
         self.0.destination_row_stride
+    }
+
+    /// Says in plain words what this is: a line, and more lines where it has parts.
+    fn describe(&self) -> String {
+        self.0.describe()
     }
 
     fn __repr__(&self) -> String {

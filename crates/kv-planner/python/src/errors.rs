@@ -1,7 +1,7 @@
 //! Owns the one map from Rust error kinds to Python exceptions. It does not own
 //! the exceptions, which are plain Python in `kv_planner/errors.py`.
 
-use kv_planner::{Difference, PlanError, Value};
+use kv_planner::{Describe, Difference, PlanError, Value};
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -70,6 +70,11 @@ impl PyDifference {
 
     fn __str__(&self) -> String {
         self.0.to_string()
+    }
+
+    /// Says in plain words what this is: a line, and more lines where it has parts.
+    fn describe(&self) -> String {
+        self.0.describe()
     }
 
     fn __repr__(&self) -> String {

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use kv_planner::{Axis, Component, ComponentSpec, DType, ItemKind, ModelLayout, Part};
+use kv_planner::{Axis, Component, ComponentSpec, DType, Describe, ItemKind, ModelLayout, Part};
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple, PyType};
 
@@ -27,9 +27,10 @@ pub fn word_tuple<'py>(py: Python<'py>, words: impl Iterator<Item = &'static str
 ///     dims: Elements of one head; K and V are two components and may differ.
 ///     axes: Order of the axes inside an item, outermost first.
 ///     item_kind: What an index of the buffers counts.
+///     compression: Tokens that one entry of a page stands for; "latent_c4" has 4 and "latent_c128" 128.
 ///
 /// Raises:
-///     LayoutError: An invariant fails: no layer, no head, no dim, or an axis named twice.
+///     LayoutError: An invariant fails: no layer, no head, no dim, an axis named twice, or an impossible compression.
 ///     ArgumentError: A word is not of its vocabulary, or a number is none.
 #[pyclass(frozen, eq, hash, module = "kv_planner", name = "ComponentSpec")]
 #[derive(PartialEq, Eq, Hash)]
@@ -39,8 +40,8 @@ pub struct PyComponentSpec(pub ComponentSpec);
 impl PyComponentSpec {
     #[new]
     #[pyo3(
-        signature = (component, part="target", *, layer_ids, dtype, total_heads, dims, axes=None, item_kind="page"),
-        text_signature = "(component, part='target', *, layer_ids, dtype, total_heads, dims, axes=('token', 'head', 'dim'), item_kind='page')"
+        signature = (component, part="target", *, layer_ids, dtype, total_heads, dims, axes=None, item_kind="page", compression=None),
+        text_signature = "(component, part='target', *, layer_ids, dtype, total_heads, dims, axes=('token', 'head', 'dim'), item_kind='page', compression=1)"
     )]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -52,6 +53,7 @@ impl PyComponentSpec {
         dims: &Bound<'_, PyAny>,
         axes: Option<&Bound<'_, PyAny>>,
         item_kind: &str,
+        compression: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let axes = match axes {
             None => [Axis::Token, Axis::Head, Axis::Dim],
@@ -69,6 +71,7 @@ impl PyComponentSpec {
             dims: count("dims", dims)?,
             axes,
             item_kind: ItemKind::parse(item_kind).or_raise()?,
+            compression: count_or("compression", compression, 1)?,
         };
         guarded(|| spec.validate())?;
         Ok(PyComponentSpec(spec))
@@ -114,10 +117,20 @@ impl PyComponentSpec {
         self.0.item_kind.as_str()
     }
 
+    #[getter]
+    fn compression(&self) -> u64 {
+        self.0.compression
+    }
+
+    /// Says in plain words what this is: a line, and more lines where it has parts.
+    fn describe(&self) -> String {
+        self.0.describe()
+    }
+
     fn __repr__(&self) -> String {
         let spec = &self.0;
         format!(
-            "ComponentSpec('{}', '{}', layer_ids={:?}, dtype='{}', total_heads={}, dims={}, axes=('{}', '{}', '{}'), item_kind='{}')",
+            "ComponentSpec('{}', '{}', layer_ids={:?}, dtype='{}', total_heads={}, dims={}, axes=('{}', '{}', '{}'), item_kind='{}', compression={})",
             spec.component,
             spec.part,
             spec.layer_ids,
@@ -127,7 +140,8 @@ impl PyComponentSpec {
             spec.axes[0],
             spec.axes[1],
             spec.axes[2],
-            spec.item_kind
+            spec.item_kind,
+            spec.compression
         )
     }
 }
@@ -242,6 +256,11 @@ impl PyModelLayout {
 
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
         Ok((slf.get_type().getattr("from_json")?, (slf.get().0.to_json(),)))
+    }
+
+    /// Says in plain words what this is: a line, and more lines where it has parts.
+    fn describe(&self) -> String {
+        self.0.describe()
     }
 
     fn __repr__(&self) -> String {

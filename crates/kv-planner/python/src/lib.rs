@@ -3,14 +3,19 @@
 
 mod agree;
 mod arrays;
+mod contexts;
 mod errors;
 mod layout;
 mod manifest;
 mod plan;
+mod pointers;
 mod prefix;
 mod prefix_hash;
 mod prefix_results;
 mod recycle;
+mod regions;
+mod states;
+mod step_lengths;
 mod steps;
 mod views;
 
@@ -22,6 +27,8 @@ mod _native {
     #[pymodule_export]
     use crate::agree::{PyAgreement, PyRoute, PyRoutePair, agree};
     #[pymodule_export]
+    use crate::contexts::{page_interleaved, token_interleaved};
+    #[pymodule_export]
     use crate::errors::PyDifference;
     #[pymodule_export]
     use crate::layout::{PyComponentSpec, PyModelLayout};
@@ -30,12 +37,23 @@ mod _native {
     #[pymodule_export]
     use crate::plan::{PyBatch, PyCapabilities, PyLoweredPlan, PyPlan, PyRuns, lower};
     #[pymodule_export]
+    use crate::pointers::{name_pointers, pair_names};
+    #[pymodule_export]
     use crate::prefix::PyPrefixIndex;
     #[pymodule_export]
     use crate::prefix_hash::{page_digests, page_hashes};
     #[pymodule_export]
     use crate::prefix_results::{
-        PyEviction, PyInsertResult, PyPrefixCounts, PyPrefixLock, PyPrefixMatch, PyTierCounts,
+        PyEviction, PyInsertResult, PyPrefixCounts, PyPrefixLock, PyPrefixMatch, PyPrefixStatistics, PyTierCounts,
+    };
+    #[pymodule_export]
+    use crate::regions::PyRegions;
+    #[pymodule_export]
+    use crate::states::PyStateRoute;
+    #[pymodule_export]
+    use crate::step_lengths::{
+        accepted_moves, addressable, draft_lengths, first_valid, last_accepted, local_lengths, page_capacity,
+        placeholders_fit, query_ends, token_capacity, token_offsets, widened_lengths, window_pages,
     };
     #[pymodule_export]
     use crate::steps::{PyRowField, PyRowLayout, first_draft_id, kv_lengths, page_count, select_index, split_heads};

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use kv_planner::{BufferEntry, Component, Deployment, Part, Placement, RankManifest};
+use kv_planner::{BufferEntry, Component, Deployment, Describe, Part, Placement, RankManifest};
 use pyo3::prelude::*;
 use pyo3::types::{PyTuple, PyType};
 
@@ -88,6 +88,11 @@ impl PyPlacement {
     #[getter]
     fn dp_size(&self) -> u64 {
         self.0.dp_size
+    }
+
+    /// Says in plain words what this is: a line, and more lines where it has parts.
+    fn describe(&self) -> String {
+        self.0.describe()
     }
 
     fn __repr__(&self) -> String {
@@ -205,6 +210,11 @@ impl PyBufferEntry {
         self.0.items()
     }
 
+    /// Says in plain words what this is: a line, and more lines where it has parts.
+    fn describe(&self) -> String {
+        self.0.describe()
+    }
+
     fn __repr__(&self) -> String {
         let e = &self.0;
         format!(
@@ -294,6 +304,11 @@ impl PyRankManifest {
         Ok((slf.get_type().getattr("from_json")?, (slf.get().0.to_json(),)))
     }
 
+    /// Says in plain words what this is: a line, and more lines where it has parts.
+    fn describe(&self) -> String {
+        self.0.describe()
+    }
+
     fn __repr__(&self) -> String {
         format!("RankManifest({}, {} entries)", self.0.placement, self.0.entries.len())
     }
@@ -309,7 +324,6 @@ impl PyRankManifest {
 ///     InconsistentDeployment: Unlike layouts or sizes, or two ranks at one place.
 ///     IncompleteDeployment: A rank, a layer or a head range is missing or doubly owned. Heads held by several ranks are
 ///         legitimate where there are more tensor-parallel ranks than heads.
-///     UnsupportedPlacement: Decode context parallelism.
 #[pyclass(frozen, eq, hash, module = "kv_planner", name = "Deployment")]
 #[derive(PartialEq, Eq, Hash)]
 pub struct PyDeployment(pub Arc<Deployment>);
@@ -336,6 +350,11 @@ impl PyDeployment {
 
     fn __len__(&self) -> usize {
         self.0.manifests().len()
+    }
+
+    /// Says in plain words what this is: a line, and more lines where it has parts.
+    fn describe(&self) -> String {
+        self.0.describe()
     }
 
     fn __repr__(&self) -> String {

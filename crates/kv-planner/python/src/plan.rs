@@ -1,7 +1,8 @@
 //! Owns the Python faces of `Runs`, `Plan`, `Capabilities` and `lower`. It does
 //! not own the arithmetic, which runs without the GIL over owned data.
 
-use kv_planner::{Capabilities, ItemKind, LoweredPlan, Plan, Runs};
+use kv_planner::describe::bytes as bytes_of;
+use kv_planner::{Batch, Capabilities, Describe, ItemKind, LoweredPlan, Plan, Runs};
 use numpy::{PyArray1, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -10,6 +11,7 @@ use crate::agree::{PyRoute, slice_of};
 use crate::arrays::{array, count, optional_count, over_two};
 use crate::errors::{OrRaise, detached, guarded};
 use crate::recycle;
+use crate::regions::PyRegions;
 
 type Columns<'py> = (Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>);
 
@@ -28,7 +30,7 @@ type Columns<'py> = (Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>, Bound
 ///     ArgumentError: Not a 1-D int32 or int64 array; the text names argument, dtype and shape.
 #[pyclass(frozen, eq, hash, module = "kv_planner", name = "Runs")]
 #[derive(PartialEq, Eq, Hash)]
-pub struct PyRuns(Runs);
+pub struct PyRuns(pub Runs);
 
 #[pymethods]
 impl PyRuns {
@@ -48,6 +50,12 @@ impl PyRuns {
     #[getter]
     fn item_kind(&self) -> &'static str {
         self.0.item_kind().as_str()
+    }
+
+    /// Rank and size of the context-parallel group whose share this is; None for a whole request.
+    #[getter]
+    fn context(&self) -> Option<(u64, u64)> {
+        self.0.context().map(|own| (own.rank, own.size))
     }
 
     #[getter]
@@ -85,6 +93,11 @@ impl PyRuns {
         self.0.page_count() as usize
     }
 
+    /// Says in plain words what this is: a line, and more lines where it has parts.
+    fn describe(&self) -> String {
+        self.0.describe()
+    }
+
     fn __repr__(&self) -> String {
         format!("Runs({} pages in {} runs)", self.0.page_count(), self.0.run_count())
     }
@@ -99,6 +112,7 @@ impl PyRuns {
 /// Raises:
 ///     PageOutOfRange: A page lies beyond an entry of the route.
 ///     ItemKindMismatch: The runs count another kind of item than a pair.
+///     ContextMismatch: The runs are not the share of the destination's context-parallel rank.
 #[pyclass(frozen, eq, hash, module = "kv_planner", name = "Plan")]
 #[derive(PartialEq, Eq, Hash)]
 pub struct PyPlan(Plan);
@@ -156,6 +170,11 @@ impl PyPlan {
         self.0.to_string()
     }
 
+    /// Says in plain words what this is: a line, and more lines where it has parts.
+    fn describe(&self) -> String {
+        self.0.describe()
+    }
+
     fn __repr__(&self) -> String {
         format!("Plan({} bytes in {} blocks)", self.0.nbytes(), self.0.block_count())
     }
@@ -206,6 +225,11 @@ impl PyCapabilities {
         self.0.max_blocks
     }
 
+    /// Says in plain words what this is: a line, and more lines where it has parts.
+    fn describe(&self) -> String {
+        self.0.describe()
+    }
+
     fn __repr__(&self) -> String {
         let spell = |limit: Option<u64>| limit.map_or("None".into(), |limit| limit.to_string());
         format!(
@@ -216,6 +240,9 @@ impl PyCapabilities {
         )
     }
 }
+
+/// Blocks or batches that a description shows.
+const SHOWN: usize = 16;
 
 /// Blocks for one call of an engine: three read-only columns. Shape: [len]; dtype uint64; addresses and bytes.
 #[pyclass(frozen, module = "kv_planner", name = "Batch")]
@@ -260,6 +287,18 @@ impl PyBatch {
         other.cast::<PyBatch>().is_ok_and(|other| self.equals(other.get(), other.py()))
     }
 
+    /// Says in plain words what this is: a line, and the first blocks.
+    fn describe(&self, py: Python<'_>) -> PyResult<String> {
+        let columns = self.columns(py).map(|column| column.readonly());
+        let [from, to, bytes] = columns.each_ref().map(|column| column.as_array());
+        let blocks = from.len();
+        let mut text = format!("batch of {blocks} block{}", if blocks == 1 { "" } else { "s" });
+        for row in 0..blocks.min(SHOWN) {
+            text += &format!("\n  {} from {:#x} to {:#x}", bytes_of(bytes[row]), from[row], to[row]);
+        }
+        Ok(text + if blocks > SHOWN { "\n  …" } else { "" })
+    }
+
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
         Ok(format!("Batch({} blocks)", self.__len__(py)?))
     }
@@ -301,6 +340,16 @@ impl PyLoweredPlan {
         }
     }
 
+    /// Says in plain words what this is: a line, and a line a batch.
+    fn describe(&self, py: Python<'_>) -> PyResult<String> {
+        let head =
+            format!("{} in {} blocks, {} batches", bytes_of(self.total_bytes), self.block_count, self.__len__(py));
+        let batches = self.batches.bind(py).iter().take(SHOWN);
+        let lines: PyResult<Vec<String>> =
+            batches.map(|batch| Ok(format!("\n  batch of {} blocks", batch.len()?))).collect();
+        Ok(head + &lines?.concat() + if self.__len__(py) > SHOWN { "\n  …" } else { "" })
+    }
+
     fn __repr__(&self, py: Python<'_>) -> String {
         let batches = self.__len__(py);
         format!("LoweredPlan({batches} batches, {} blocks, {} bytes)", self.block_count, self.total_bytes)
@@ -318,26 +367,43 @@ const KEEPS_GIL: u64 = 2048;
 /// Args:
 ///     plan: A checked plan.
 ///     capabilities: Limits; none when left out.
+///     source_regions: Registered memory of the source; blocks are cut where a region ends. None checks nothing.
+///     destination_regions: The same for the destination.
 ///
 /// Raises:
 ///     BlockLimitExceeded: More blocks than `max_blocks`, before anything is produced.
+///     UnregisteredMemory: A block lies outside the regions.
 #[pyfunction]
-#[pyo3(signature = (plan, capabilities=None))]
-pub fn lower(py: Python<'_>, plan: &PyPlan, capabilities: Option<&PyCapabilities>) -> PyResult<PyLoweredPlan> {
+#[pyo3(signature = (plan, capabilities=None, *, source_regions=None, destination_regions=None))]
+pub fn lower(
+    py: Python<'_>,
+    plan: &PyPlan,
+    capabilities: Option<&PyCapabilities>,
+    source_regions: Option<&PyRegions>,
+    destination_regions: Option<&PyRegions>,
+) -> PyResult<PyLoweredPlan> {
     let capabilities = capabilities.map_or(Capabilities::default(), |given| given.0);
+    if source_regions.is_some() || destination_regions.is_some() {
+        let (source, destination) = (source_regions.map(|own| &own.0), destination_regions.map(|own| &own.0));
+        return wrap(py, detached(py, || kv_planner::lower_within(&plan.0, &capabilities, source, destination))?);
+    }
     let work = || kv_planner::lower_into(&plan.0, &capabilities, recycle::column);
     let few = plan.0.block_count() < KEEPS_GIL
         && kv_planner::lower::count(&plan.0, &capabilities).is_ok_and(|blocks| blocks < KEEPS_GIL);
-    let LoweredPlan { batches, block_count, total_bytes } = if few { guarded(work)? } else { detached(py, work)? };
-    let batches: PyResult<Vec<PyBatch>> = batches
-        .into_iter()
-        .map(|batch| {
-            Ok(PyBatch {
-                source: recycle::array(py, batch.source)?,
-                destination: recycle::array(py, batch.destination)?,
-                nbytes: recycle::array(py, batch.nbytes)?,
-            })
-        })
-        .collect();
+    wrap(py, if few { guarded(work)? } else { detached(py, work)? })
+}
+
+/// A batch as arrays.
+pub fn wrap_batch(py: Python<'_>, batch: Batch) -> PyResult<PyBatch> {
+    Ok(PyBatch {
+        source: recycle::array(py, batch.source)?,
+        destination: recycle::array(py, batch.destination)?,
+        nbytes: recycle::array(py, batch.nbytes)?,
+    })
+}
+
+fn wrap(py: Python<'_>, lowered: LoweredPlan) -> PyResult<PyLoweredPlan> {
+    let LoweredPlan { batches, block_count, total_bytes } = lowered;
+    let batches: PyResult<Vec<PyBatch>> = batches.into_iter().map(|batch| wrap_batch(py, batch)).collect();
     Ok(PyLoweredPlan { batches: PyTuple::new(py, batches?)?.unbind(), block_count, total_bytes })
 }

@@ -1,13 +1,15 @@
 //! Owns the Python face of `PrefixIndex`. It does not own a rule; every call runs without the GIL over owned data.
 
-use kv_planner::{EvictOptions, Namespace, NodeId, PrefixIndex, Tier};
+use kv_planner::{Describe, EvictOptions, Namespace, NodeId, PrefixIndex, Tier};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 
 use crate::arrays::{array, count, count_or, indices, optional_count, over_indices};
 use crate::errors::{detached, guarded};
 use crate::prefix_hash::{Names, namespace as read_namespace};
-use crate::prefix_results::{PyEviction, PyInsertResult, PyPrefixCounts, PyPrefixLock, PyPrefixMatch};
+use crate::prefix_results::{
+    PyEviction, PyInsertResult, PyPrefixCounts, PyPrefixLock, PyPrefixMatch, PyPrefixStatistics,
+};
 
 type Pages = Py<PyArray1<i64>>;
 
@@ -312,6 +314,29 @@ impl PyPrefixIndex {
         let (tokens, space) = detached(py, || self.0.path(node))?;
         let names = (space != Namespace::default()).then_some((space.extra_key, space.cache_salt));
         Ok((array(py, tokens)?, names))
+    }
+
+    /// Returns the device page and the host page of nodes at this moment, -1 where they have none.
+    ///
+    /// Returns:
+    ///     Two read-only arrays. Shape: [nodes]; dtype int64.
+    ///
+    /// Raises:
+    ///     StaleNode: A node left the index.
+    fn residency(&self, py: Python<'_>, nodes: &Bound<'_, PyAny>) -> PyResult<(Pages, Pages)> {
+        let nodes = self::nodes("nodes", nodes)?;
+        let (device, host) = detached(py, || self.0.residency(&nodes))?;
+        Ok((array(py, device)?, array(py, host)?))
+    }
+
+    /// Returns totals since the index was made.
+    fn statistics(&self, py: Python<'_>) -> PyResult<PyPrefixStatistics> {
+        Ok(PyPrefixStatistics(detached(py, || Ok(self.0.statistics()))?))
+    }
+
+    /// Says in plain words what this is: page size, tiers, nodes, locks.
+    fn describe(&self, py: Python<'_>) -> PyResult<String> {
+        detached(py, || Ok(self.0.describe()))
     }
 
     /// Returns the counts of this moment, checked.

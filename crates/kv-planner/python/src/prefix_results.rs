@@ -1,7 +1,9 @@
 //! Owns the Python faces of what the prefix index returns. It does not own the
 //! index.
 
-use kv_planner::{Eviction, Inserted, LockId, NodeId, PrefixCounts, PrefixMatch, TierCounts};
+use kv_planner::{
+    Describe, Eviction, Inserted, LockId, NodeId, PrefixCounts, PrefixMatch, PrefixStatistics, TierCounts,
+};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 
@@ -72,6 +74,11 @@ impl PyPrefixMatch {
         self.0.nodes.len()
     }
 
+    /// Says in plain words what this is: a line, and more lines where it has parts.
+    fn describe(&self) -> String {
+        self.0.describe()
+    }
+
     fn __repr__(&self) -> String {
         let found = &self.0;
         let (tokens, device, host) = (found.tokens(), found.device_tokens(), found.host_tokens());
@@ -86,6 +93,11 @@ pub struct PyPrefixLock(pub LockId);
 
 #[pymethods]
 impl PyPrefixLock {
+    /// Says in plain words what this is: a line, and more lines where it has parts.
+    fn describe(&self) -> String {
+        format!("lock {} of a prefix index, which protects pages until it is released", self.0.number())
+    }
+
     fn __repr__(&self) -> String {
         format!("PrefixLock({})", self.0.number())
     }
@@ -137,6 +149,11 @@ impl PyInsertResult {
         copy(py, &self.inserted.shared)
     }
 
+    /// Says in plain words what this is: a line, and more lines where it has parts.
+    fn describe(&self) -> String {
+        self.inserted.describe()
+    }
+
     fn __repr__(&self) -> String {
         let done = &self.inserted;
         let (taken, duplicate, shared) = (done.taken.len(), done.duplicate.len(), done.shared.len());
@@ -179,6 +196,11 @@ impl PyEviction {
     #[getter]
     fn shortfall(&self) -> u64 {
         self.0.shortfall
+    }
+
+    /// Says in plain words what this is: a line, and more lines where it has parts.
+    fn describe(&self) -> String {
+        self.0.describe()
     }
 
     fn __repr__(&self) -> String {
@@ -243,6 +265,11 @@ impl PyTierCounts {
         self.0.outside()
     }
 
+    /// Says in plain words what this is: a line, and more lines where it has parts.
+    fn describe(&self) -> String {
+        self.0.describe()
+    }
+
     fn __repr__(&self) -> String {
         let TierCounts { capacity, held, evictable, protected } = self.0;
         format!("TierCounts(capacity={capacity}, held={held}, evictable={evictable}, protected={protected})")
@@ -284,11 +311,79 @@ impl PyPrefixCounts {
         self.0.namespaces
     }
 
+    /// Says in plain words what this is: a line, and more lines where it has parts.
+    fn describe(&self) -> String {
+        self.0.describe()
+    }
+
     fn __repr__(&self) -> String {
         let PrefixCounts { device, host, nodes, locks, .. } = self.0;
         format!(
             "PrefixCounts(device {}/{}, host {}/{}, {nodes} nodes, {locks} locks)",
             device.held, device.capacity, host.held, host.capacity
         )
+    }
+}
+
+/// Totals since an index was made; refused calls count nothing. `PrefixIndex.statistics` makes it.
+#[pyclass(frozen, eq, hash, module = "kv_planner", name = "PrefixStatistics")]
+#[derive(PartialEq, Eq, Hash)]
+pub struct PyPrefixStatistics(pub PrefixStatistics);
+
+#[pymethods]
+impl PyPrefixStatistics {
+    #[getter]
+    fn matches(&self) -> u64 {
+        self.0.matches
+    }
+
+    #[getter]
+    fn asked_tokens(&self) -> u64 {
+        self.0.asked_tokens
+    }
+
+    #[getter]
+    fn matched_tokens(&self) -> u64 {
+        self.0.matched_tokens
+    }
+
+    #[getter]
+    fn inserted_pages(&self) -> u64 {
+        self.0.inserted_pages
+    }
+
+    #[getter]
+    fn duplicate_pages(&self) -> u64 {
+        self.0.duplicate_pages
+    }
+
+    #[getter]
+    fn backed_up_pages(&self) -> u64 {
+        self.0.backed_up_pages
+    }
+
+    #[getter]
+    fn loaded_pages(&self) -> u64 {
+        self.0.loaded_pages
+    }
+
+    #[getter]
+    fn evicted_device_pages(&self) -> u64 {
+        self.0.evicted_device_pages
+    }
+
+    #[getter]
+    fn evicted_host_pages(&self) -> u64 {
+        self.0.evicted_host_pages
+    }
+
+    /// Says in plain words what this is.
+    fn describe(&self) -> String {
+        self.0.describe()
+    }
+
+    fn __repr__(&self) -> String {
+        let s = &self.0;
+        format!("PrefixStatistics({} matches, {} of {} tokens found)", s.matches, s.matched_tokens, s.asked_tokens)
     }
 }

@@ -1,13 +1,13 @@
 //! Owns the Python faces of step inputs: `RowField`, `RowLayout`, `select_index`
 //! and lengths. It does not own buffers.
 
-use kv_planner::{DType, Fill, RowField, RowLayout, SpeculativeKind};
+use kv_planner::{DType, Describe, Fill, RowField, RowLayout, SpeculativeKind};
 use numpy::PyArray1;
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::arrays::{array, count, count_or, fill as read_fill, indices};
+use crate::arrays::{SHORT, array, count, count_or, fill as read_fill, over_indices};
 use crate::errors::{OrRaise, guarded};
 
 /// One input of a step: rows of equal width.
@@ -85,6 +85,11 @@ impl PyRowField {
         self.0.nbytes
     }
 
+    /// Says in plain words what this is: a line, and more lines where it has parts.
+    fn describe(&self) -> String {
+        self.0.describe()
+    }
+
     fn __repr__(&self) -> String {
         let field = &self.0;
         let offset = field.offset.map_or(String::new(), |offset| format!(" at {offset}"));
@@ -137,6 +142,11 @@ impl PyRowLayout {
         self.0.field(name).cloned().map(PyRowField).or_raise()
     }
 
+    /// Says in plain words what this is: a line, and more lines where it has parts.
+    fn describe(&self) -> String {
+        self.0.describe()
+    }
+
     fn __repr__(&self) -> String {
         let names: Vec<&str> = self.0.fields().iter().map(|field| field.name.as_str()).collect();
         format!("RowLayout([{}], {} bytes)", names.join(", "), self.0.nbytes())
@@ -168,9 +178,9 @@ pub fn select_index(
     width: &Bound<'_, PyAny>,
     front: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<Py<PyArray1<i64>>> {
-    let drafts = indices("num_correct_drafts", num_correct_drafts)?;
     let (rows, width, front) = (count("rows", rows)?, count("width", width)?, count_or("front", front, 0)?);
-    array(py, guarded(|| kv_planner::select_index(&drafts, rows, width, front))?)
+    let work = |drafts: &[i64]| kv_planner::select_index(drafts, rows, width, front);
+    array(py, over_indices(py, "num_correct_drafts", num_correct_drafts, SHORT, work)?)
 }
 
 /// Returns the pages that tokens fill, the last perhaps in part.
@@ -207,9 +217,9 @@ pub fn kv_lengths(
     window: &Bound<'_, PyAny>,
 ) -> PyResult<Py<PyArray1<i64>>> {
     let kind = SpeculativeKind::parse(kind).or_raise()?;
-    let lengths = indices("prefix_lens", prefix_lens)?;
     let window = count("window", window)?;
-    array(py, guarded(|| kv_planner::kv_lengths(kind, &lengths, window))?)
+    let work = |lengths: &[i64]| kv_planner::kv_lengths(kind, lengths, window);
+    array(py, over_indices(py, "prefix_lens", prefix_lens, SHORT, work)?)
 }
 
 /// Returns the first global id of draft layers: after the whole model's layers, the same on every stage.

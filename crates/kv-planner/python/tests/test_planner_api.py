@@ -39,10 +39,15 @@ def test_version_and_profile() -> None:
     assert kp.BUILD_PROFILE in ("release", "debug")
 
 
+def component(text: Any) -> kp.ComponentSpec:
+    ratio = {"latent_c4": 4, "latent_c128": 128}.get(text, 1)
+    return kp.ComponentSpec(text, layer_ids=[0], dtype="int8", total_heads=1, dims=1, compression=ratio)
+
+
 @pytest.mark.parametrize(
     ("word", "make"),
     [
-        (kp.Component, lambda text: kp.ComponentSpec(text, layer_ids=[0], dtype="int8", total_heads=1, dims=1)),
+        (kp.Component, component),
         (kp.Part, lambda text: kp.ComponentSpec("key", text, layer_ids=[0], dtype="int8", total_heads=1, dims=1)),
         (kp.DType, lambda text: kp.RowField("a", text, rows=1)),
         (kp.ItemKind, lambda text: kp.Runs([], [], item_kind=text)),

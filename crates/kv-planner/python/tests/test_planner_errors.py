@@ -47,7 +47,13 @@ EXAMPLES: dict[str, Callable[[], object]] = {
     "LayoutMismatch": lambda: kp.agree(
         WHOLE, build_rank(kp.ModelLayout(LAYOUT.components, page_size=4, fingerprint="other"), [0, 1])
     ),
-    "UnsupportedPlacement": lambda: kp.agree(WHOLE, build_rank(LAYOUT, [0], kp.Placement(dcp_size=2))),
+    "UnsupportedPlacement": lambda: kp.agree(build_rank(LAYOUT, [0, 1], kp.Placement(dcp_size=2)), WHOLE),
+    "UnnamedPointers": lambda: kp.name_pointers(LAYOUT, 1),
+    "ContextMismatch": lambda: kp.Plan(
+        plan().route, kp.page_interleaved([1], [1], page_size=2, dcp_rank=0, dcp_size=2, tokens=2)
+    ),
+    "RegionLimitExceeded": lambda: kp.Regions([(0, 1), (64, 1)], alignment=16, max_regions=1),
+    "UnregisteredMemory": lambda: kp.lower(plan(), source_regions=kp.Regions([(64, 1)], alignment=16)),
     "HeadsDoNotSplit": lambda: kp.split_heads(3, tp_rank=0, tp_size=2),
     "UnequalPages": lambda: kp.Runs([1], []),
     "ReservedPage": lambda: kp.Runs([0], [1]),

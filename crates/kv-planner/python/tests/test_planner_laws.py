@@ -62,9 +62,16 @@ def worlds(draw: st.DrawFn, tp_sizes: tuple[int, ...] = (1, 2, 4)) -> World:
         ),
         kp.ComponentSpec("index_key", layer_ids=layers[::2], dtype="int8", total_heads=1, dims=1),
     ]
+    page_size = draw(st.integers(1, 4))
+    if page_size == 4:
+        specs.append(
+            kp.ComponentSpec(
+                "latent_c4", layer_ids=layers[1:] or layers, dtype="int8", total_heads=1, dims=2, compression=4
+            )
+        )
     if drafts:
         specs.append(kp.ComponentSpec("key", "draft", layer_ids=drafts, dtype="uint8", total_heads=2, dims=1))
-    layout = kp.ModelLayout(specs, page_size=draw(st.integers(1, 3)), fingerprint="model")
+    layout = kp.ModelLayout(specs, page_size=page_size, fingerprint="model")
     sides = [
         build_deployment(
             layout,

@@ -57,6 +57,7 @@ impl Tree {
             arriving.insert(*slot);
             usable.push(number);
         }
+        self.statistics.attached(tier, slots.len() as u64);
         slots.iter().zip(usable).for_each(|(slot, page)| self.add_page(*slot, tier, page));
         Ok(())
     }

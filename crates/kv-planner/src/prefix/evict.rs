@@ -41,6 +41,7 @@ impl Tree {
             }
         }
         done.shortfall = wanted - done.pages.len() as u64;
+        self.statistics.evicted(tier, done.pages.len() as u64);
         done
     }
 

@@ -10,6 +10,7 @@ use super::evict::{EvictOptions, Eviction};
 use super::hash::Namespace;
 use super::node::{NodeId, Tier};
 use super::pin::LockId;
+use super::statistics::PrefixStatistics;
 use super::tree::Tree;
 use super::walk::{Inserted, PrefixMatch};
 use crate::error::{ErrorKind, PlanError, Result};
@@ -126,6 +127,18 @@ impl PrefixIndex {
         let tree = self.tree();
         let slot = tree.slot(node)?;
         Ok(tree.path(slot))
+    }
+
+    /// Device and host page of each node at this moment, or -1.
+    pub fn residency(&self, nodes: &[NodeId]) -> Result<(Vec<i64>, Vec<i64>)> {
+        let tree = self.tree();
+        let slots = tree.slots(nodes)?;
+        Ok((tree.pages(&slots, Tier::Device), tree.pages(&slots, Tier::Host)))
+    }
+
+    /// Totals since the index was made.
+    pub fn statistics(&self) -> PrefixStatistics {
+        self.tree().statistics
     }
 
     /// Counts of this moment, checked.

@@ -12,6 +12,7 @@ mod hash;
 mod index;
 mod node;
 mod pin;
+mod statistics;
 #[cfg(test)]
 mod tests;
 mod texts;
@@ -24,4 +25,5 @@ pub use hash::{Namespace, page_hashes};
 pub use index::PrefixIndex;
 pub use node::{NodeId, Tier};
 pub use pin::LockId;
+pub use statistics::PrefixStatistics;
 pub use walk::{Inserted, PrefixMatch};

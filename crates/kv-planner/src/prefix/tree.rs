@@ -7,6 +7,7 @@ use std::hash::{BuildHasher, BuildHasherDefault, Hasher, RandomState};
 use super::account::Books;
 use super::hash::{Namespace, usable_page_size};
 use super::node::{ABSENT, NONE, Node, NodeId, Tier};
+use super::statistics::PrefixStatistics;
 use super::texts::Texts;
 use crate::error::{ErrorKind, PlanError, Result};
 
@@ -73,6 +74,7 @@ pub(super) struct Tree {
     pub unbacked: BTreeSet<(u64, u32)>,
     pub pins: super::pin::Pins,
     pub live: u64,
+    pub statistics: PrefixStatistics,
     roots: HashMap<Namespace, u32>,
     root_names: HashMap<u32, Namespace>,
     nodes: Vec<Node>,
@@ -94,6 +96,7 @@ impl Tree {
             unbacked: BTreeSet::new(),
             pins: super::pin::Pins::default(),
             live: 0,
+            statistics: PrefixStatistics::default(),
             roots: HashMap::new(),
             root_names: HashMap::new(),
             nodes: Vec::new(),

@@ -90,6 +90,15 @@ impl Tree {
         slots
     }
 
+    /// Page of each slot in a tier, or -1.
+    pub fn pages(&self, slots: &[u32], tier: Tier) -> Vec<i64> {
+        let page = |slot: &u32| match self.node(*slot).page(tier) {
+            ABSENT => -1,
+            page => i64::from(page),
+        };
+        slots.iter().map(page).collect()
+    }
+
     pub fn find(
         &mut self,
         tokens: &[i64],
@@ -102,17 +111,13 @@ impl Tree {
         let slots = self.walk(&tokens[..limit], namespace);
         let now = self.tick();
         slots.iter().for_each(|slot| self.touch(*slot, now));
-        let pages = |tier| -> Vec<i64> {
-            let page = |slot: &u32| match self.node(*slot).page(tier) {
-                ABSENT => -1,
-                page => i64::from(page),
-            };
-            slots.iter().map(page).collect()
-        };
+        self.statistics.matches += 1;
+        self.statistics.asked_tokens += limit as u64;
+        self.statistics.matched_tokens += (slots.len() * self.page_size) as u64;
         Ok(PrefixMatch {
             nodes: slots.iter().map(|slot| self.id(*slot)).collect(),
-            device_pages: pages(Tier::Device),
-            host_pages: pages(Tier::Host),
+            device_pages: self.pages(&slots, Tier::Device),
+            host_pages: self.pages(&slots, Tier::Host),
             page_size: self.page_size as u64,
             index,
         })
@@ -165,6 +170,8 @@ impl Tree {
             done.pages.push(i64::from(self.node(slot).page(tier)));
             parent = slot;
         }
+        self.statistics.inserted_pages += done.taken.len() as u64;
+        self.statistics.duplicate_pages += done.duplicate.len() as u64;
         Ok(done)
     }
 

@@ -76,12 +76,14 @@ pub fn layout(dice: &mut Dice, components: &[Component], draft: bool) -> Arc<Mod
                 dims: 1 + dice.below(3),
                 axes: dice.pick(&orders),
                 item_kind: ItemKind::Page,
+                compression: dice.pick(&[1, 1, 2]),
             });
         }
     }
+    let compressed = specs.iter().any(|spec| spec.compression == 2);
     let layout = ModelLayout {
         components: specs,
-        page_size: 1 + dice.below(4),
+        page_size: if compressed { 2 + 2 * dice.below(2) } else { 1 + dice.below(4) },
         fingerprint: "model".into(),
         kernel_block_size: None,
         format_version: 1,
@@ -142,7 +144,8 @@ fn entry(
         let head = tp_rank / (tp_size / spec.total_heads);
         (head, head + 1)
     };
-    let item_bytes = layout.page_size * (head_range.1 - head_range.0) * spec.dims * spec.dtype.itemsize();
+    let item_bytes =
+        layout.page_size / spec.compression * (head_range.1 - head_range.0) * spec.dims * spec.dtype.itemsize();
     let item_stride = item_bytes + dice.pick(&[0, 0, 3]);
     BufferEntry {
         component: spec.component,
@@ -170,13 +173,13 @@ pub fn bytes_of(manifest: &RankManifest) -> BTreeMap<u64, Label> {
         let spec = layout.components.iter().find(same).unwrap();
         let heads = entry.head_range.1 - entry.head_range.0;
         for page in 0..ITEMS {
-            for token in 0..layout.page_size {
+            for token in 0..layout.page_size / spec.compression {
                 for head in 0..heads {
                     for dim in 0..spec.dims {
                         let mut element = 0;
                         for axis in spec.axes {
                             let (index, extent) = match axis {
-                                Axis::Token => (token, layout.page_size),
+                                Axis::Token => (token, layout.page_size / spec.compression),
                                 Axis::Head => (head, heads),
                                 Axis::Dim => (dim, spec.dims),
                             };

@@ -13,6 +13,7 @@ __all__ = [
     "AddressOverflow",
     "ArgumentError",
     "BlockLimitExceeded",
+    "ContextMismatch",
     "DuplicateDestination",
     "FormatError",
     "HeadsDoNotSplit",
@@ -30,6 +31,7 @@ __all__ = [
     "PlacementError",
     "PlanError",
     "PrefixError",
+    "RegionLimitExceeded",
     "ReservedPage",
     "RowLayoutError",
     "RunsError",
@@ -39,6 +41,8 @@ __all__ = [
     "TierOrder",
     "TokenOutOfRange",
     "UnequalPages",
+    "UnnamedPointers",
+    "UnregisteredMemory",
     "UnsupportedPlacement",
 ]
 
@@ -122,6 +126,10 @@ class LayoutMismatch(PlanError):
         self.differences = tuple(differences)
 
 
+class UnnamedPointers(PlanError):
+    """A bare list of pointers can be named in no way, or in several."""
+
+
 class UnsupportedPlacement(PlanError):
     """No plan exists for this placement."""
 
@@ -154,12 +162,24 @@ class ItemKindMismatch(PlanError):
     """Runs count another kind of item than the route."""
 
 
+class ContextMismatch(PlanError):
+    """Runs are not the share of the route's context-parallel rank."""
+
+
 class SliceError(PlanError):
     """A slice names what the layout or the runs do not have."""
 
 
 class BlockLimitExceeded(PlanError):
     """A plan would lower to more blocks than the engine takes."""
+
+
+class RegionLimitExceeded(PlanError):
+    """Buffers need more regions than the engine registers."""
+
+
+class UnregisteredMemory(PlanError):
+    """A block lies outside the registered regions."""
 
 
 class AddressOverflow(PlanError):

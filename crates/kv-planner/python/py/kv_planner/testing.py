@@ -44,7 +44,7 @@ _ITEMSIZE = {
 
 
 class Label(NamedTuple):
-    """Where a byte belongs; ``head`` counts over the whole model, ``byte`` within the element."""
+    """Where a byte belongs; ``head`` counts over the whole model, ``token`` over the entries of an item."""
 
     component: Component
     part: Part
@@ -66,7 +66,7 @@ def _heads(total: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
 
 
 def _tokens(layout: ModelLayout, spec: ComponentSpec) -> int:
-    return layout.page_size if spec.item_kind == "page" else 1
+    return layout.page_size // spec.compression if spec.item_kind == "page" else 1
 
 
 def build_rank(

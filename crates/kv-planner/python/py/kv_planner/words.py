@@ -10,7 +10,10 @@ from typing import Literal, TypeAlias
 __all__ = ["Axis", "Component", "DType", "ItemKind", "Part", "SpeculativeKind"]
 
 Component: TypeAlias = (
-    Literal["key", "value"] | Literal["latent", "rope"] | Literal["index_key", "index_scale"] | Literal["state"]
+    Literal["key", "value"]
+    | Literal["latent", "latent_c4", "latent_c128", "rope"]
+    | Literal["index_key", "index_scale"]
+    | Literal["state"]
 )
 Part: TypeAlias = Literal["target"] | Literal["draft"]
 ItemKind: TypeAlias = Literal["page"] | Literal["request_row"] | Literal["token"]

@@ -1,6 +1,7 @@
 //! Owns page counts and KV lengths by speculative kind, as pure functions. It does
 //! not own any array of the caller: inputs are never changed.
 
+use super::{length, refuse, sum};
 use crate::error::{ErrorKind, PlanError, Result, Value};
 
 /// Who has counted the window of a verify step into the prefix lengths already.
@@ -90,6 +91,43 @@ pub fn kv_lengths(kind: SpeculativeKind, prefix_lens: &[i64], window: u64) -> Re
     prefix_lens.iter().enumerate().map(sum).collect()
 }
 
+/// KV lengths that attention reads in draft step `step`, counted from 0: the prefix and
+/// one token a step. Padded rows stay 0. Each step has its own result; none adds to
+/// the last one's.
+pub fn draft_lengths(prefix_lens: &[i64], step: u64) -> Result<Vec<i64>> {
+    let row = |(row, given): (usize, &i64)| match length("prefix_lens", row, *given)? {
+        0 => Ok(0),
+        own => sum("prefix_lens", row, &[own, step, 1]),
+    };
+    prefix_lens.iter().enumerate().map(row).collect()
+}
+
+/// KV lengths that a rank's own tokens see when the step's token rows are divided over
+/// ranks: row `r` has the tokens `r * width..(r + 1) * width`, the rank those of `own`.
+///
+/// The last of a row's tokens that the rank has sees the row's length less the tokens
+/// behind it. A row without tokens of the rank, and a padded row, has length 0.
+pub fn local_lengths(kv_lens: &[i64], width: u64, own: (u64, u64)) -> Result<Vec<i64>> {
+    if own.0 > own.1 || width == 0 {
+        let (subject, local, remote) = if width == 0 { ("width", 0, 1) } else { ("own", own.0, own.1) };
+        return Err(refuse(
+            subject,
+            local,
+            remote,
+            "the rank's rows are no range",
+            "give start and stop in token rows",
+        ));
+    }
+    let row = |(row, given): (usize, &i64)| {
+        let start = crate::address::product(&[row as u64, width])?;
+        let stop = crate::address::at(start, 1, width, 0)?;
+        let last = stop.min(own.1);
+        let all = length("kv_lens", row, *given)?;
+        Ok(if start.max(own.0) < last { all.saturating_sub(stop - last) as i64 } else { 0 })
+    };
+    kv_lens.iter().enumerate().map(row).collect()
+}
+
 /// Pages that `tokens` tokens fill, the last one perhaps in part.
 pub fn page_count(tokens: u64, page_size: u64) -> Result<u64> {
     if page_size == 0 {
@@ -144,6 +182,29 @@ mod tests {
             assert_eq!((error.detail.local, error.detail.remote), (15u64.into(), 16u64.into()));
         }
         assert_eq!(kv_lengths(SpeculativeKind::None, &[7], 16).unwrap(), [7]);
+    }
+
+    #[test]
+    fn a_draft_step_counts_its_own_tokens() {
+        let steps: Vec<Vec<i64>> = (0..3).map(|step| draft_lengths(&[100, 0, 7], step).unwrap()).collect();
+        assert_eq!(steps, [[101, 0, 8], [102, 0, 9], [103, 0, 10]]);
+        assert_eq!(draft_lengths(&[-1], 0).unwrap_err().kind, ErrorKind::LengthError);
+        assert_eq!(draft_lengths(&[i64::MAX], 0).unwrap_err().kind, ErrorKind::LengthError);
+        assert_eq!(draft_lengths(&[1], u64::MAX).unwrap_err().kind, ErrorKind::LengthError);
+    }
+
+    #[test]
+    fn a_local_length_is_never_negative() {
+        let lens: Vec<i64> = (0..20).map(|row| if row < 17 { 50 } else { 0 }).collect();
+        let local = local_lengths(&lens, 4, (60, 70)).unwrap();
+        assert_eq!(local[14..19], [0, 50, 50, 0, 0], "rows 15 and 16 are the rank's; row 17 is padded");
+        assert_eq!(local_lengths(&[10; 18], 4, (60, 70)).unwrap()[17], 8);
+        assert_eq!(local_lengths(&[1; 18], 4, (60, 70)).unwrap()[17], 0);
+        assert_eq!(local_lengths(&[9, 9], 4, (2, 2)).unwrap(), [0, 0]);
+        assert_eq!(local_lengths(&[9, 9], 4, (3, 5)).unwrap(), [9, 6]);
+        for (lens, width, own) in [(&[-1][..], 4, (0, 4)), (&[1], 0, (0, 4)), (&[1], 4, (4, 3))] {
+            assert_eq!(local_lengths(lens, width, own).unwrap_err().kind, ErrorKind::LengthError);
+        }
     }
 
     #[test]
