@@ -6,6 +6,7 @@ mod arrays;
 mod contexts;
 mod errors;
 mod layout;
+mod lower;
 mod manifest;
 mod plan;
 mod pointers;
@@ -33,9 +34,11 @@ mod _native {
     #[pymodule_export]
     use crate::layout::{PyComponentSpec, PyModelLayout};
     #[pymodule_export]
+    use crate::lower::{PyBatch, PyCapabilities, PyLoweredPlan, lower};
+    #[pymodule_export]
     use crate::manifest::{PyBufferEntry, PyDeployment, PyPlacement, PyRankManifest};
     #[pymodule_export]
-    use crate::plan::{PyBatch, PyCapabilities, PyLoweredPlan, PyPlan, PyRuns, lower};
+    use crate::plan::{PyPlan, PyRuns};
     #[pymodule_export]
     use crate::pointers::{name_pointers, pair_names};
     #[pymodule_export]

@@ -10,6 +10,9 @@ use crate::arrays::{array, count, counts, refuse_value};
 use crate::errors::{OrRaise, guarded};
 use crate::layout::PyModelLayout;
 
+/// Columns of source positions and destination positions.
+type Positions = (Py<PyArray1<u64>>, Py<PyArray1<u64>>);
+
 /// Names the pointers of a bare list, which a peer published in the field's customary order.
 ///
 /// The order is: the target's components one after another as the layout lists them, each over its layers in the order of
@@ -67,11 +70,7 @@ fn names(argument: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<EntryName>> {
 ///     LayoutMismatch: Names that the destination lacks, all at once.
 ///     UnnamedPointers: A name stands twice on one side.
 #[pyfunction]
-pub fn pair_names(
-    py: Python<'_>,
-    source: &Bound<'_, PyAny>,
-    destination: &Bound<'_, PyAny>,
-) -> PyResult<(Py<PyArray1<u64>>, Py<PyArray1<u64>>)> {
+pub fn pair_names(py: Python<'_>, source: &Bound<'_, PyAny>, destination: &Bound<'_, PyAny>) -> PyResult<Positions> {
     let (source, destination) = (names("source", source)?, names("destination", destination)?);
     let pairs = guarded(|| kv_planner::pair_names(&source, &destination))?;
     let (from, to) = pairs.into_iter().unzip();

@@ -6,7 +6,8 @@ use pyo3::prelude::*;
 
 use crate::arrays::{array, count_or, counts, range, refuse_value};
 use crate::errors::{detached, guarded};
-use crate::plan::{PyBatch, PyRuns, wrap_batch};
+use crate::lower::{PyBatch, wrap_batch};
+use crate::plan::PyRuns;
 
 /// Columns of source offsets, destination offsets and lengths.
 type Pieces = (Py<PyArray1<u64>>, Py<PyArray1<u64>>, Py<PyArray1<u64>>);

@@ -118,7 +118,7 @@ def test_memory_that_is_not_registered_is_refused(side: str) -> None:
 @pytest.mark.parametrize("arguments", [{"alignment": 3}, {"alignment": 0}, {"max_bytes": 3}, {"max_bytes": 0}])
 def test_impossible_limits_are_refused(arguments: dict[str, int]) -> None:
     with pytest.raises(kp.ArgumentError):
-        kp.Regions([(4, 4)], **arguments)  # type: ignore[arg-type]
+        kp.Regions([(4, 4)], **arguments)
 
 
 @pytest.mark.parametrize("buffers", [[1], [(1,)], [(1, 2, 3)], [(-1, 2)], [("a", 2)]])
