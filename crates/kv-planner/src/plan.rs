@@ -63,7 +63,7 @@ fn unknown(field: &str, asked: String, known: String) -> PlanError {
 /// `Route` × `Runs`: which bytes of which pages go where.
 ///
 /// Invariants: 1. the runs count the route's kind of item; 2. they are the share of
-/// the destination's context-parallel rank; 3. every item exists in both entries of
+/// the destination's context-parallel rank, but for request rows, which every rank has; 3. every item exists in both entries of
 /// every pair.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Plan {
@@ -89,7 +89,8 @@ impl Plan {
             ));
         }
         let place = &route.destination().placement;
-        let wanted = (place.dcp_size > 1).then_some(Context { rank: place.dcp_rank, size: place.dcp_size });
+        let shared = place.dcp_size > 1 && runs.item_kind() != ItemKind::RequestRow;
+        let wanted = shared.then_some(Context { rank: place.dcp_rank, size: place.dcp_size });
         if runs.context() != wanted && !route.pairs().is_empty() {
             return Err(other_context(runs.context(), wanted));
         }
