@@ -95,6 +95,9 @@ pub fn lower_into(
     {
         return Err(too_many(block_count, limit));
     }
+    if block_count == 0 {
+        return Ok(LoweredPlan::default());
+    }
     let mut sink = Sink::new(&capabilities, block_count, column);
     let mut known: Vec<Offsets> = Vec::new();
     let lanes = plan.route().lanes();

@@ -163,3 +163,51 @@ proptest! {
         let _ = page_hashes(&[signed; 3], a, None, true);
     }
 }
+
+/// Found by fuzzing: items of many rows took memory although there was none to move.
+#[test]
+fn an_empty_plan_of_large_items_needs_no_memory() {
+    let spec = ComponentSpec {
+        component: Component::Key,
+        part: Part::Target,
+        layer_ids: vec![0],
+        dtype: DType::UInt8,
+        total_heads: 2,
+        dims: 1,
+        axes: [Axis::Token, Axis::Head, Axis::Dim],
+        item_kind: ItemKind::Page,
+        compression: 1,
+    };
+    let layout = ModelLayout {
+        components: vec![spec],
+        page_size: 1 << 50,
+        fingerprint: "m".into(),
+        kernel_block_size: None,
+        format_version: 1,
+    };
+    let layout = Arc::new(layout.validated().unwrap());
+    let rank = |address: u64, tp_size: u64| {
+        let heads = 2 / tp_size;
+        let item = heads << 50;
+        let entry = BufferEntry {
+            component: Component::Key,
+            part: Part::Target,
+            layer_id: 0,
+            device: "cpu".into(),
+            address,
+            nbytes: 3 * item,
+            item_stride: item,
+            item_bytes: item,
+            head_range: (0, heads),
+            occurrence: 0,
+        };
+        let placement = Placement { tp_size, ..Placement::default() };
+        Side::Rank(Arc::new(RankManifest::new(layout.clone(), placement, vec![entry]).unwrap()))
+    };
+    let route = agree(rank(4096, 1), rank(1 << 60, 2)).unwrap().route(0, 0).unwrap();
+    assert_eq!(route.pairs()[0].rows, 1 << 50);
+    let plan = |pages: &[i64]| Plan::new(route.clone(), Runs::new(pages, pages).unwrap()).unwrap();
+    assert_eq!(lower(&plan(&[]), &Capabilities::default()).unwrap(), LoweredPlan::default());
+    let all = Capabilities { max_entries_per_batch: Some(4), ..Capabilities::default() };
+    assert_eq!(lower(&plan(&[1]), &all).unwrap_err().kind, ErrorKind::BlockLimitExceeded);
+}

@@ -1,0 +1,9 @@
+//! Feeds `targets::lower`; see there.
+#![no_main]
+
+#[path = "../targets.rs"]
+mod targets;
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| {
+    targets::lower(data);
+});
