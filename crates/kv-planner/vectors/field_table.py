@@ -58,10 +58,10 @@ def page() -> str:
     lines = [
         "# Known faults of the field, and their tests",
         "",
-        "What went wrong in engines for this hardware, one row a kind of fault, with the package that answers for it and",
-        "the tests that would notice. *Partly tested* means that another package's share has a test and the named",
-        "package's own does not yet. Written by `crates/kv-planner/vectors/field_table.py`; a test fails when a named test",
-        "does not exist.",
+        "What went wrong in engines for this hardware, one row a kind of fault, with the package that answers for it",
+        "and the tests that would notice. *Partly tested* means that another package's share has a test and the named",
+        "package's own does not yet. Written by `crates/kv-planner/vectors/field_table.py`; a test fails when a named",
+        "test does not exist.",
         "",
         f"{len(rows)} cases: "
         + ", ".join(f"{counts[name]} {name}" for name in ("tested", "partly tested", "to be tested"))
