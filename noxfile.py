@@ -23,6 +23,7 @@ PURE_PACKAGES = ("ascend-emulator", "kv-transfer", "kv-pool", "spec-kernels", "g
 PYTHON_SOURCES = ("noxfile.py", "packages", "examples", "tests", "tools", str(PLANNER_SHELL), str(PLANNER / "benches"))
 BENCHES = ("crates/*/benches", "packages/*/benches", "tools/benches")
 DIST = ROOT / "dist"
+ENGINES = ROOT / "tests/engines"
 # Property tests try the same examples in every run of `tests`; `soak` draws a seed and tries many more.
 SEED = "20"
 # With torch_npu installed, `import torch` loads it, which fails without Ascend libraries. Programs that want the
@@ -107,9 +108,19 @@ def tests(session: nox.Session) -> None:
     session.run("cargo", "test", "--quiet", "--manifest-path", str(PLANNER / "Cargo.toml"), external=True)
     packages = [ROOT / "packages" / name / "tests" for name in PURE_PACKAGES if name != "ascend-emulator"]
     npu = [folder / "npu" for folder in packages if (folder / "npu").is_dir()]
-    on_cpu: list[str | Path] = [PLANNER_SHELL / "tests", *packages, "tests", *(f"--ignore={folder}" for folder in npu)]
+    apart = [*npu, ENGINES]
+    on_cpu: list[str | Path] = [PLANNER_SHELL / "tests", *packages, "tests", *(f"--ignore={path}" for path in apart)]
     _pytest(session, *on_cpu)
     _pytest(session, ROOT / "packages/ascend-emulator/tests", *npu)
+
+
+@nox.session
+def engines(session: nox.Session) -> None:
+    """SGLang's own NPU classes on the emulated NPU, compared with ours. Optional: a large environment of its own."""
+    _install(session, "test", "engines")
+    session.install("--no-deps", *_group("engine"))
+    session.env["OMP_NUM_THREADS"] = "1"
+    _pytest(session, ENGINES)
 
 
 @nox.session
