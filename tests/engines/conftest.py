@@ -39,5 +39,5 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A rank alone, and no switch of the environment that a test did not set."""
     for name in ("ASCEND_USE_FIA", "SGLANG_USE_FIA_NZ", "SGLANG_NPU_USE_SCATTER_PA_KV_CACHE", "ASCEND_USE_FA"):
         monkeypatch.delenv(name, raising=False)
-    with get_parallel().override(attn_dcp_size=1, attn_dcp_rank=0, attn_cp_size=1, attn_tp_size=1):
+    with get_parallel().override(attn_dcp_size=1, attn_dcp_rank=0, attn_cp_size=1, attn_tp_size=1, dcp_enabled=False):
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_mha_backup_and_load(monkeypatch: pytest.MonkeyPatch, fia: str, mover_na
     theirs, ours = mha_host(pair.theirs), HostPool(pair.ours, pages=HOST_PAGES - 1)
     assert theirs.k_buffer.is_pinned() and ours.pinned and theirs.page_num == ours.num_pages
     mover = create_mover(mover_name, ours)
-    sides = (
+    sides: tuple[tuple[Literal["key", "value"], torch.Tensor, torch.Tensor], ...] = (
         ("key", pair.theirs.get_hicache_transfer_buffers()[0], theirs.k_buffer),
         ("value", pair.theirs.get_hicache_transfer_buffers()[1], theirs.v_buffer),
     )
@@ -72,7 +72,7 @@ def test_mha_backup_and_load(monkeypatch: pytest.MonkeyPatch, fia: str, mover_na
         host.fill_(-7)
         ours.mirror(name).host.fill_(-7)
     backup, restore = ([5, 2, 8], [1, 4, 3]), ([7, 1], [3, 4])
-    saved = {name: device.cpu() for name, device, _ in sides}
+    saved: dict[str, torch.Tensor] = {name: device.cpu() for name, device, _ in sides}
     theirs.backup_from_device_all_layer(pair.theirs, slots(backup[1]), slots(backup[0]), "kernel_ascend")
     mover.backup(*backup)
     torch_npu.npu.synchronize()
@@ -85,11 +85,11 @@ def test_mha_backup_and_load(monkeypatch: pytest.MonkeyPatch, fia: str, mover_na
         theirs.load_to_device_per_layer(pair.theirs, slots(restore[1]), slots(restore[0]), layer, "kernel_ascend")
     mover.load(*restore)
     torch_npu.npu.synchronize()
-    for name, (device, mine) in pair.storages().items():
-        assert torch.equal(device, mine), name
-        expected = saved[name].clone()
-        expected[:, 7], expected[:, 1] = saved[name][:, 8], saved[name][:, 2]
-        assert torch.equal(device, expected), name
+    for side, (found, mine) in pair.storages().items():
+        assert torch.equal(found, mine), side
+        expected = saved[side].clone()
+        expected[:, 7], expected[:, 1] = saved[side][:, 8], saved[side][:, 2]
+        assert torch.equal(found, expected), side
 
 
 def test_mha_drafts_are_packed_behind_the_target() -> None:
@@ -148,12 +148,10 @@ def test_other_pairs_of_layout_and_backend_are_refused() -> None:
     pair = Pair()
     host = mha_host(pair.theirs)
     host.layout = "page_first"
-    for call in (
-        lambda: host.backup_from_device_all_layer(pair.theirs, slots([1]), slots([2]), "kernel_ascend"),
-        lambda: host.load_to_device_per_layer(pair.theirs, slots([1]), slots([2]), 0, "kernel_ascend"),
-    ):
-        with pytest.raises(ValueError, match="Unsupported layout: page_first"):
-            call()
+    with pytest.raises(ValueError, match="Unsupported layout: page_first"):
+        host.backup_from_device_all_layer(pair.theirs, slots([1]), slots([2]), "kernel_ascend")
+    with pytest.raises(ValueError, match="Unsupported layout: page_first"):
+        host.load_to_device_per_layer(pair.theirs, slots([1]), slots([2]), 0, "kernel_ascend")
 
 
 def test_host_pages_are_counted_by_both() -> None:
@@ -172,12 +170,10 @@ def test_mla_moves_need_a_wrapper_that_knows_index_scales() -> None:
     """A-20: SGLang passes keywords that no published wrapper has."""
     pool = mla_pool()
     host = mla_host(pool)
-    for call in (
-        lambda: host.backup_from_device_all_layer(pool, slots([1]), slots([2]), "kernel_ascend"),
-        lambda: host.load_to_device_per_layer(pool, slots([1]), slots([2]), 0, "kernel_ascend"),
-    ):
-        with pytest.raises(TypeError, match="device_index_k_scale"):
-            call()
+    with pytest.raises(TypeError, match="device_index_k_scale"):
+        host.backup_from_device_all_layer(pool, slots([1]), slots([2]), "kernel_ascend")
+    with pytest.raises(TypeError, match="device_index_k_scale"):
+        host.load_to_device_per_layer(pool, slots([1]), slots([2]), 0, "kernel_ascend")
 
 
 class Exchanges:
@@ -212,7 +208,8 @@ def exchanges(monkeypatch: pytest.MonkeyPatch) -> Exchanges:
 
 @pytest.mark.parametrize("indexer", [None, [0, 2]])
 def test_mla_backup_and_load(exchanges: Exchanges, indexer: list[int] | None) -> None:
-    pool = mla_pool(**({} if indexer is None else {"index_head_dim": 128, "indexer_layer_ids": indexer}))
+    changes: dict[str, Any] = {} if indexer is None else {"index_head_dim": 128, "indexer_layer_ids": indexer}
+    pool = mla_pool(**changes)
     host = mla_host(pool)
     device = [pool.k_buffer, pool.v_buffer] + ([] if indexer is None else [pool.index_k_buffer])
     mirrors = [host.k_buffer, host.v_buffer] + ([] if indexer is None else [host.index_k_buffer])
