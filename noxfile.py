@@ -124,6 +124,20 @@ def engines(session: nox.Session) -> None:
 
 
 @nox.session
+def golden(session: nox.Session) -> None:
+    """Check the planner's golden files against SGLang's own functions and its compiled tree; `-- --write` records them.
+
+    Optional, as `engines` is: that tree was built for another torch release than torch_npu pairs with.
+    """
+    session.env.update(ENVIRONMENT)
+    session.install(*_group("golden"), *_group("engines"))
+    session.install("--no-deps", *_group("engine"))
+    extra = [] if "--write" in session.posargs else ["--check"]
+    names = [word for word in session.posargs if word != "--write"]
+    session.run("python", "-W", "ignore", "tools/record_golden.py", *extra, *names)
+
+
+@nox.session
 def demo(session: nox.Session) -> None:
     """Serve SmolLM2 with two prefill stages and a decode process on the emulated NPU, and check every token."""
     _install(session, "demo")

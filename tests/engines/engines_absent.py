@@ -12,7 +12,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -94,10 +94,13 @@ class AbsentModule(ModuleType):
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """The last finder: asked only for what is not installed."""
 
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] not in NAMES:
+        if fullname.partition(".")[0] not in self._names:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
@@ -108,15 +111,15 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
 
-def install() -> None:
-    """Let imports of the packages in `NAMES` pass where they are not installed.
+def install(more: Iterable[str] = ()) -> None:
+    """Let imports of the packages in `NAMES`, and of `more`, pass where they are not installed.
 
     transformers is asked first whether torchvision is there, and remembers that it is not.
     """
     importlib.import_module("transformers.utils.import_utils").is_torchvision_available()
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchair"]:
         del sys.modules[name]  # torch_npu's lazy module, which fails when it is touched
-    sys.meta_path.append(_Finder())
+    sys.meta_path.append(_Finder(NAMES | {*more}))
 
 
 def seal() -> None:

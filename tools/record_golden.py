@@ -1,0 +1,66 @@
+"""Records SGLang's answers as the golden files that the planner's tests read, or checks that they are still true.
+
+It needs SGLang 0.5.23 and the torch release that its compiled tree was built for, but neither an NPU nor torch_npu:
+`nox -s golden` makes that environment. Absent packages stand in while SGLang is imported and raise when they are used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+GOLDEN = ROOT / "crates/kv-planner/python/tests/golden"
+NAMES = ("contexts", "hashes", "heads", "pairing", "prefixes", "runs", "slicing", "steps")
+ENGINE = "SGLang 0.5.23"
+
+__all__ = ["GOLDEN", "NAMES", "dump", "record"]
+
+
+def record(name: str) -> dict[str, Any]:
+    """Ask SGLang; its packages must be importable already."""
+    found: dict[str, Any] = importlib.import_module(f"golden.{name}").record()
+    return {"engine": ENGINE, **found}
+
+
+def dump(answer: dict[str, Any]) -> str:
+    """One line a case: files stay small, and a change shows where it is."""
+    lines = []
+    for key, value in answer.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            cases = ",\n".join(json.dumps(case, separators=(",", ":"), ensure_ascii=False) for case in value)
+            lines.append(f"{json.dumps(key)}:[\n{cases}\n]")
+        else:
+            lines.append(f"{json.dumps(key)}:{json.dumps(value, separators=(',', ':'))}")
+    return "{" + ",\n".join(lines) + "}\n"
+
+
+def main() -> int:
+    """Write the files, or compare with them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=NAMES, metavar="name", help=f"any of {', '.join(NAMES)}; all")
+    parser.add_argument("--check", action="store_true", help="compare with the files instead of writing them")
+    chosen = parser.parse_args()
+    sys.path.append(str(ROOT / "tests/engines"))
+    absent = importlib.import_module("engines_absent")
+    absent.install({"sgl_kernel", "torch_npu"})
+    changed = []
+    for name in chosen.names:
+        text, path = dump(record(name)), GOLDEN / f"{name}.json"
+        if chosen.check and path.read_text(encoding="utf-8") != text:
+            changed.append(name)
+        elif not chosen.check:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            print(f"{path.relative_to(ROOT)}: {len(text)} bytes")
+    if changed:
+        print(f"not what SGLang answers: {', '.join(changed)}; record them again and look at the differences")
+    return 1 if changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
