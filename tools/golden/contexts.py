@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from sglang.srt.disaggregation.ascend.conn import _build_page_interleaved_dcp_plan
 from sglang.srt.disaggregation.common.utils import build_dcp_token_transfer_plan
-from sglang.srt.layers.dcp.layout import get_dcp_chain_spec_lens, get_dcp_lens
+from sglang.srt.layers.dcp.layout import get_dcp_lens
 
 __all__ = ["record"]
 
 PAGE = 4
 SOURCE = [7, 3, 12, 5, 9, 1]
 DESTINATION = [20, 31, 22, 40, 11, 18]
+LENS = [0, 1, 3, 4, 5, 16, 17, 31, 100]
 
 
 def _shapes() -> list[dict[str, int]]:
@@ -67,17 +68,16 @@ def _answer(case: dict[str, int], call: Any) -> dict[str, Any]:
 
 
 def _lengths() -> list[dict[str, Any]]:
-    lens = torch.tensor([0, 1, 3, 4, 5, 16, 17, 31, 100])
-    found = []
-    for size in (1, 2, 3, 8):
-        for rank in range(size):
-            for interleave in (1, PAGE):
-                local = get_dcp_lens(lens, size, rank, interleave_size=interleave).tolist()
-                chain = get_dcp_chain_spec_lens(lens, 3, size, rank, interleave_size=interleave).tolist()
-                found.append(
-                    {"dcp_size": size, "dcp_rank": rank, "interleave": interleave, "local": local, "window_3": chain}
-                )
-    return [{"lens": lens.tolist(), "cases": found}]
+    lens = torch.tensor(LENS)
+    return [
+        {
+            "dcp_size": size, "dcp_rank": rank, "interleave": interleave,
+            "local": get_dcp_lens(lens, size, rank, interleave_size=interleave).tolist(),
+        }
+        for size in (1, 2, 3, 8)
+        for rank in range(size)
+        for interleave in (1, PAGE)
+    ]  # fmt: skip
 
 
 def record() -> dict[str, Any]:
@@ -86,5 +86,5 @@ def record() -> dict[str, Any]:
         "page_size": PAGE, "source_pages": SOURCE, "destination_pages": DESTINATION,
         "by_token": [_answer(case, _by_token) for case in _shapes()],
         "by_page": [_answer(case, _by_page) for case in _shapes()],
-        "lengths": _lengths(),
+        "lens": LENS, "lengths": _lengths(),
     }  # fmt: skip

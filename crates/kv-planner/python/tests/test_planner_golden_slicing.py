@@ -112,6 +112,23 @@ def test_pairs(kind: str, case: dict[str, Any]) -> None:
     assert (found == theirs(case)) == (row is None), row
 
 
+@pytest.mark.parametrize(("kind", "case"), CASES)
+def test_positions_alone(kind: str, case: dict[str, Any]) -> None:
+    """The bare lists, given the stage's layers and each side's own layout, have the pairs that names have."""
+    components, total = GROUPS[kind, case["groups"]], case["total"]
+    source_layout = layout(components, total, case["source_draft"])
+    drafts = range(kp.first_draft_id(total), kp.first_draft_id(total) + case["source_draft"])
+    layers = [*range(case["start"], case["start"] + case["layers"]), *drafts]
+    source = kp.name_pointers(source_layout, case["source_entries"], layers=layers)
+    destination = kp.name_pointers(layout(components, total, case["destination_draft"]), case["destination_entries"])
+    if case["source_draft"] and not case["destination_draft"]:
+        with pytest.raises(kp.PlanError):  # the draft's buffers have no place; agreeing on parts leaves them out
+            kp.pair_names(source, destination)
+        source = tuple(name for name in source if name[1] == "target")
+    own, to = kp.pair_names(source, destination)
+    assert sorted(zip(own.tolist(), to.tolist(), strict=True)) == [tuple(pair) for pair in ours(kind, case)]
+
+
 def test_the_known_faults_occur() -> None:
     rows = [row_of(kind, case) for kind in ("mha", "mla") for case in GOLDEN[kind]]
     assert rows.count("A-01") >= 60 and rows.count("A-25") >= 14 and rows.count(None) >= 150
