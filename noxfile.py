@@ -23,7 +23,7 @@ PURE_PACKAGES = ("ascend-emulator", "kv-transfer", "kv-pool", "spec-kernels", "g
 PYTHON_SOURCES = ("noxfile.py", "packages", "examples", "tests", "tools", str(PLANNER_SHELL), str(PLANNER / "benches"))
 BENCHES = ("crates/*/benches", "packages/*/benches", "tools/benches")
 DIST = ROOT / "dist"
-ENGINES = ROOT / "tests/engines"
+ENGINES = (ROOT / "tests/engines", ROOT / "tests/engines_vllm")
 # Property tests try the same examples in every run of `tests`; `soak` draws a seed and tries many more.
 SEED = "20"
 # With torch_npu installed, `import torch` loads it, which fails without Ascend libraries. Programs that want the
@@ -108,7 +108,7 @@ def tests(session: nox.Session) -> None:
     session.run("cargo", "test", "--quiet", "--manifest-path", str(PLANNER / "Cargo.toml"), external=True)
     packages = [ROOT / "packages" / name / "tests" for name in PURE_PACKAGES if name != "ascend-emulator"]
     npu = [folder / "npu" for folder in packages if (folder / "npu").is_dir()]
-    apart = [*npu, ENGINES]
+    apart = [*npu, *ENGINES]
     on_cpu: list[str | Path] = [PLANNER_SHELL / "tests", *packages, "tests", *(f"--ignore={path}" for path in apart)]
     _pytest(session, *on_cpu)
     _pytest(session, ROOT / "packages/ascend-emulator/tests", *npu)
@@ -120,7 +120,16 @@ def engines(session: nox.Session) -> None:
     _install(session, "test", "engines")
     session.install("--no-deps", *_group("engine"))
     session.env["OMP_NUM_THREADS"] = "1"
-    _pytest(session, ENGINES)
+    _pytest(session, ENGINES[0])
+
+
+@nox.session
+def engines_vllm(session: nox.Session) -> None:
+    """vLLM-Ascend's own model-runner pieces on the emulated NPU, compared with ours. Optional, as `engines` is."""
+    _install(session, "test", "engines_vllm")
+    session.install("--no-deps", *_group("engine_vllm"))
+    session.env["OMP_NUM_THREADS"] = "1"
+    _pytest(session, ENGINES[1])
 
 
 @nox.session

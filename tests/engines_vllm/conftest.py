@@ -1,0 +1,20 @@
+"""vLLM-Ascend 0.23 on emulated NPUs: the emulator first, then its own modules, unchanged.
+
+Run by the session `engines_vllm`, in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+
+import ascend_emulator
+
+ascend_emulator.install()
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    # Its packages import one another in a circle; this is an entry that works.
+    importlib.import_module("vllm_ascend.ops.fused_moe.experts_selector")
+    importlib.import_module("vllm_ascend.compilation.acl_graph")
+    importlib.import_module("vllm_ascend.worker.block_table")
