@@ -1,4 +1,4 @@
-"""`alloc_extend_kernel`, launched as a Triton kernel is: the meaning of the library's kernel as plain loops."""
+"""`alloc_extend_kernel`, launched as a Triton kernel is, over the library's own operator of the same meaning."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["alloc_extend_kernel"]
 
 
 class _Kernel:
-    """`kernel[grid](…)`; the library runs one program a request."""
+    """`kernel[grid](…)`: the library runs one program a request, here `npu::alloc_extend` runs once."""
 
     def __getitem__(self, grid: tuple[int]) -> _Kernel:
         return self
@@ -25,13 +25,9 @@ class _Kernel:
         max_num_extend_tokens: int,
     ) -> None:
         """Continue each request's last page, then take free pages in order. Mutates `out_indices`."""
-        pages = iter(free_pages.tolist())
-        slots = []
-        for start, stop, slot in zip(pre_lens.tolist(), seq_lens.tolist(), last_loc.tolist(), strict=True):
-            for token in range(start, stop):
-                slot = next(pages) * page_size if token % page_size == 0 else slot + 1
-                slots.append(slot)
-        out_indices.copy_(torch.tensor(slots, dtype=out_indices.dtype))
+        used = torch.zeros(1, dtype=torch.int64, device=out_indices.device)
+        inputs = (tensor.long() for tensor in (pre_lens, seq_lens, last_loc, free_pages))
+        torch.ops.npu.alloc_extend(*inputs, page_size, out_indices, used)
 
 
 alloc_extend_kernel = _Kernel()
