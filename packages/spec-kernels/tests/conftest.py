@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import spec_kernels as sk
 import torch
+from spec_kernels import tiling
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which happens when its backend is loaded
+PLACES = [("cpu", "native"), ("cpu", "triton")]
+if torch.cuda.is_available():
+    PLACES = [("cpu", "native"), ("cuda:0", "native"), ("cuda:0", "triton")]
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
@@ -41,6 +51,57 @@ def attention_loop(
                     share = weight / sum(weights)
                     out[row, token, head] += share * value_cache[page, slot, kv_head].double()
     return out
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a test runs an op: a device, and the backend that it insists on."""
+
+    device: str
+    backend: sk.BackendName
+
+    def case(self, seed: int) -> random.Random:
+        """Random numbers of a case; half of the cases cross the edges of small tiles and of a small grid."""
+        numbers = random.Random(seed)
+        small = numbers.random() < 0.5
+        tiling.MAX_TILE_BYTES = numbers.choice((512, 2048)) if small else 192 * 1024
+        tiling.MAX_PROGRAMS = 3 if small else 65_535
+        return numbers
+
+    def put(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Copies on the device, half of them with strides of their own."""
+        placed = []
+        for index, tensor in enumerate(tensors):
+            copy = tensor.to(self.device, copy=True)
+            if index % 2 and copy.ndim > 1:
+                copy = copy.transpose(0, 1).contiguous().transpose(0, 1)
+            elif index % 2 and copy.ndim == 1 and copy.numel():
+                copy = torch.stack((copy, copy), 1)[:, 0]
+            placed.append(copy)
+        return placed
+
+    def ints(self, numbers: random.Random, count: int, low: int, high: int) -> torch.Tensor:
+        """Integers of either width in `low..high - 1`, on the host."""
+        values = [numbers.randrange(low, high) for _ in range(count)]
+        return torch.tensor(values, dtype=numbers.choice((torch.int32, torch.int64)))
+
+    def poison(self, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """An output that holds what an earlier step left."""
+        return torch.full(shape, -7777 if dtype != torch.bool else 1, dtype=dtype, device=self.device)
+
+
+@pytest.fixture
+def place_on() -> Iterator[Callable[[str, sk.BackendName], Place]]:
+    """Make a place; the limits that its cases set end with the test."""
+    limits = tiling.MAX_TILE_BYTES, tiling.MAX_PROGRAMS
+    yield Place
+    tiling.MAX_TILE_BYTES, tiling.MAX_PROGRAMS = limits
+
+
+@pytest.fixture(params=PLACES, ids=lambda place: f"{place[1]}-{place[0]}")
+def place(request: pytest.FixtureRequest, place_on: Callable[[str, sk.BackendName], Place]) -> Place:
+    """Every backend that this machine has."""
+    return place_on(*request.param)
 
 
 class AttentionCase:

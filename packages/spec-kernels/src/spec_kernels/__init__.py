@@ -7,7 +7,17 @@ imports torch_npu or Triton.
 from __future__ import annotations
 
 from spec_kernels import native
+from spec_kernels.accepted import SlotMoves, accepted_moves, compact_accepted_locs, move_kv
 from spec_kernels.attention import FiaVersion, paged_attention, paged_attention_update_keys
+from spec_kernels.cache_locs import (
+    LocsAndPositions,
+    compact_window_rows,
+    draft_cache_locs,
+    extend_cache_locs,
+    front_cache_locs,
+    translate_locs,
+    uniform_cache_locs,
+)
 from spec_kernels.capabilities import Capabilities
 from spec_kernels.chain import ChainAccept, accept_chain
 from spec_kernels.dispatch import BackendName, BackendStatus, backends, choose, ops
@@ -35,6 +45,25 @@ from spec_kernels.paged_metadata import (
     check_kv_lens,
     exact_length_mask,
 )
+from spec_kernels.sampling import ChainSample, sample_chain, sample_tree
+from spec_kernels.steps import (
+    DraftExtendInputs,
+    DraftExtendLayout,
+    VerifyCommit,
+    bonus_tokens,
+    draft_extend_inputs,
+    draft_extend_layout,
+    verify_commit_outputs,
+)
+from spec_kernels.trees import (
+    TreeAccept,
+    TreeLayout,
+    build_chain_tree,
+    build_tree,
+    full_tree_mask,
+    tree_attention_mask,
+    verify_tree_greedy,
+)
 
 __all__ = [
     "AliasError",
@@ -45,31 +74,59 @@ __all__ = [
     "Capabilities",
     "CaptureError",
     "ChainAccept",
+    "ChainSample",
     "DeviceError",
     "DraftExtendBatch",
     "DraftExtendBuffers",
+    "DraftExtendInputs",
+    "DraftExtendLayout",
     "DtypeError",
     "FiaVersion",
     "IndexWidthError",
     "LengthError",
+    "LocsAndPositions",
     "MetadataError",
     "PagedAttentionMetadata",
     "ShapeError",
+    "SlotMoves",
     "SpecKernelsError",
     "TableCapacityError",
     "TokenCountError",
+    "TreeAccept",
+    "TreeLayout",
     "UnknownOp",
     "UnsupportedByOp",
+    "VerifyCommit",
     "accept_chain",
+    "accepted_moves",
     "backends",
+    "bonus_tokens",
+    "build_chain_tree",
     "build_paged_metadata",
+    "build_tree",
     "check_kv_lens",
     "choose",
+    "compact_accepted_locs",
+    "compact_window_rows",
+    "draft_cache_locs",
+    "draft_extend_inputs",
+    "draft_extend_layout",
     "exact_length_mask",
+    "extend_cache_locs",
     "fill_draft_extend_buffers",
+    "front_cache_locs",
+    "full_tree_mask",
+    "move_kv",
     "native",
     "ops",
     "paged_attention",
     "paged_attention_update_keys",
+    "sample_chain",
+    "sample_tree",
+    "translate_locs",
+    "tree_attention_mask",
+    "uniform_cache_locs",
+    "verify_commit_outputs",
+    "verify_tree_greedy",
 ]
 __version__ = "0.1.0"

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
 
+from spec_kernels.config import triton_interpreted
+
 __all__ = ["Capabilities", "detect", "parse_version"]
 
 
@@ -21,21 +23,39 @@ class Capabilities:
         torch_npu: Version of torch_npu.
         cann: Version of CANN.
         chip: Name of the chip, as the driver reports it.
+        triton: Version of Triton.
+        triton_ascend: Version of triton-ascend, which brings a Triton for NPUs.
+        interpreter: Whether Triton kernels run in its interpreter, and thus on host memory.
     """
 
     torch_npu: str | None = None
     cann: str | None = None
     chip: str | None = None
+    triton: str | None = None
+    triton_ascend: str | None = None
+    interpreter: bool = False
 
 
-@lru_cache(maxsize=1)
 def detect() -> Capabilities:
-    """Read the versions of the installed packages, once a process; CANN and chip stay unknown: no op asks for them."""
+    """What is installed and asked for; CANN and chip stay unknown: no op asks for them."""
+    return _detect(triton_interpreted())
+
+
+@lru_cache(maxsize=2)
+def _detect(interpreter: bool) -> Capabilities:
+    return Capabilities(
+        torch_npu=_version("torch-npu"),
+        triton=_version("triton"),
+        triton_ascend=_version("triton-ascend"),
+        interpreter=interpreter,
+    )
+
+
+def _version(package: str) -> str | None:
     try:
-        version = metadata.version("torch-npu")
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return Capabilities()
-    return Capabilities(torch_npu=version)
+        return None
 
 
 def parse_version(text: str) -> tuple[int, ...]:

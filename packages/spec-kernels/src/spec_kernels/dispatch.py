@@ -27,9 +27,22 @@ class _Backend:
     target: str
     device_types: tuple[str, ...] | None = None
     torch_npu: str | None = None
+    triton: str | None = None
 
 
-# The least torch_npu version is the oldest whose operator schema was checked.
+def _family(module: str, *names: str) -> dict[str, dict[BackendName, _Backend]]:
+    """Ops whose native and Triton versions stand under their own names in one module of each backend."""
+    return {
+        name: {
+            "native": _Backend(f"spec_kernels.native.{module}:{name}"),
+            "triton": _Backend(f"spec_kernels.triton.{module}:{name}", triton="3.2.0"),
+        }
+        for name in names
+    }
+
+
+# The least torch_npu version is the oldest whose operator schema was checked; the least Triton is what
+# triton-ascend 3.2 brings.
 _OPS: dict[str, dict[BackendName, _Backend]] = {
     "paged_attention": {
         "native": _Backend("spec_kernels.native.attention:run"),
@@ -37,6 +50,11 @@ _OPS: dict[str, dict[BackendName, _Backend]] = {
     },
     "accept_chain": {"native": _Backend("spec_kernels.native.chain:run")},
     "fill_draft_extend_buffers": {"native": _Backend("spec_kernels.native.draft_extend:run")},
+    **_family("cache_locs", "uniform_cache_locs", "extend_cache_locs", "translate_locs", "compact_window_rows"),
+    **_family("accepted", "compact_accepted_locs", "accepted_moves", "move_kv"),
+    **_family("steps", "bonus_tokens", "verify_commit_outputs", "draft_extend_inputs", "draft_extend_layout"),
+    **_family("trees", "build_chain_tree", "build_tree", "full_tree_mask", "verify_tree_greedy"),
+    **_family("sampling", "sample_chain", "sample_tree"),
 }
 
 
@@ -107,7 +125,8 @@ def choose(
     Args:
         op: Name of the op.
         device: A device or its name; only its type matters.
-        backend: Insist on this one; `None` takes the first eligible of npu, triton, native.
+        backend: Insist on this one; `None` takes the first eligible of npu, triton, native. Triton's interpreter is
+            never taken unasked.
         capabilities: What the machine has; detected when `None`.
 
     Raises:
@@ -122,7 +141,7 @@ def _choose(op: str, device_type: str, backend: BackendName | None, capabilities
     statuses = backends(op, device_type, capabilities=capabilities)
     eligible = [status.backend for status in statuses if status.eligible]
     if backend is None and eligible:
-        return eligible[0]
+        return "native" if device_type == "cpu" and "native" in eligible else eligible[0]
     if backend is not None and backend in eligible:
         return backend
     raise BackendError(
@@ -150,9 +169,24 @@ def _reason(entry: _Backend | None, device_type: str, have: Capabilities) -> str
         return "not in this version"
     if entry.device_types is not None and device_type not in entry.device_types:
         return f"serves {' and '.join(entry.device_types)} only"
+    if entry.triton is not None:
+        return _triton_reason(entry.triton, device_type, have)
     if entry.torch_npu is not None:
         if have.torch_npu is None:
             return "torch_npu is not installed"
         if parse_version(have.torch_npu) < parse_version(entry.torch_npu):
             return f"needs torch_npu {entry.torch_npu}, found {have.torch_npu}"
+    return None
+
+
+def _triton_reason(least: str, device_type: str, have: Capabilities) -> str | None:
+    version, package = (have.triton_ascend, "triton-ascend") if device_type == "npu" else (have.triton, "triton")
+    if version is None:
+        return f"{package} is not installed"
+    if parse_version(version) < parse_version(least):
+        return f"needs {package} {least}, found {version}"
+    if device_type == "cpu" and not have.interpreter:
+        return "serves a cpu in Triton's interpreter only (TRITON_INTERPRET=1)"
+    if device_type != "cpu" and have.interpreter:
+        return "TRITON_INTERPRET is set, and the interpreter serves cpu only"
     return None

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ascend_emulator
+import pytest
 
 ascend_emulator.install()
 
 import torch_npu  # noqa: E402, F401
+
+
+@pytest.fixture(params=[("npu:0", "native")], ids=["native-npu"])
+def place(request: pytest.FixtureRequest, place_on: Any) -> Any:
+    """The emulated device; the other backends have no NPU version of these ops."""
+    return place_on(*request.param)

@@ -6,6 +6,6 @@ name.
 
 from __future__ import annotations
 
-from spec_kernels.native import attention, chain, draft_extend
+from spec_kernels.native import accepted, attention, cache_locs, chain, draft_extend, sampling, steps, trees
 
-__all__ = ["attention", "chain", "draft_extend"]
+__all__ = ["accepted", "attention", "cache_locs", "chain", "draft_extend", "sampling", "steps", "trees"]

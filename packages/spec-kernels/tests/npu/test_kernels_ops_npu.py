@@ -1,0 +1,37 @@
+"""Owns the proof that the ops give on an NPU what the plain loops give: the tests of the CPU, run there.
+
+Their modules are loaded from their files; the fixture `place` of this folder names the device.
+"""
+
+from __future__ import annotations
+
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+FAMILIES = ("cache_locs", "accepted", "steps", "trees", "sampling")
+
+
+def of_family(family: str) -> dict[str, Any]:
+    """The tests of one family that take a place."""
+    path = Path(__file__).parents[1] / f"test_kernels_{family}.py"
+    spec = spec_from_file_location(f"{family}_tests", path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = {
+        f"{name}_of_{family}": value
+        for name, value in vars(module).items()
+        if name.startswith("test_") and "place" in value.__code__.co_varnames + tuple(_wrapped(value))
+    }
+    assert len(found) > 2, f"no tests in {path}"
+    return found
+
+
+def _wrapped(function: Any) -> tuple[str, ...]:
+    inner = getattr(function, "hypothesis", None)
+    return () if inner is None else inner.inner_test.__code__.co_varnames
+
+
+for _family in FAMILIES:
+    globals().update(of_family(_family))
