@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import spec_kernels as sk
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from spec_kernels.native.draft_extend import _OUTPUTS, _SOURCES, fill_draft_extend_buffers
+from spec_kernels.native.draft_extend import OUTPUTS, SOURCES, fill_draft_extend_buffers
 
 GARBAGE = 7777
+BACKENDS = [status.backend for status in sk.backends("fill_draft_extend_buffers", "cpu") if status.eligible]
+
+
+@pytest.fixture(autouse=True, params=BACKENDS)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test runs on every backend that serves host memory."""
+    fill = partial(sk.fill_draft_extend_buffers, backend=request.param)
+    monkeypatch.setattr(sk, "fill_draft_extend_buffers", fill)
+    return str(request.param)
 
 
 def make_buffers(rows: int, tokens: int, hidden: int = 3, index: torch.dtype = torch.int64) -> sk.DraftExtendBuffers:
@@ -101,7 +111,7 @@ def fill_and_check(
     assert_filled(buffers, expected)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_equals_the_loop_whatever_was_there_before(data: st.DataObject) -> None:
     rows, width = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 5))
@@ -244,7 +254,7 @@ def test_the_custom_op_is_sound() -> None:
             batch = replace(batch, temperatures=None, hidden_states=None)
         elif batch.temperatures is not None:
             batch = replace(batch, temperatures=batch.temperatures[:, 0])
-        arguments = [getattr(buffers, name) for name in _OUTPUTS] + [getattr(batch, name) for name in _SOURCES]
+        arguments = [getattr(buffers, name) for name in OUTPUTS] + [getattr(batch, name) for name in SOURCES]
         torch.library.opcheck(fill_draft_extend_buffers, tuple(arguments), {"bs": 3, "width": 4, "front": 1, "fill": 1})
 
 

@@ -22,6 +22,7 @@ from spec_kernels.capabilities import Capabilities
 from spec_kernels.chain import ChainAccept, accept_chain
 from spec_kernels.dispatch import BackendName, BackendStatus, backends, choose, ops
 from spec_kernels.draft_extend import DraftExtendBatch, DraftExtendBuffers, fill_draft_extend_buffers
+from spec_kernels.draft_extend_plan import ArenaField, ArenaLayout, DraftExtendPlan, draft_extend_fields
 from spec_kernels.errors import (
     AliasError,
     BackendError,
@@ -46,6 +47,7 @@ from spec_kernels.paged_metadata import (
     exact_length_mask,
 )
 from spec_kernels.sampling import ChainSample, sample_chain, sample_tree
+from spec_kernels.softmax import wide_row_softmax
 from spec_kernels.steps import (
     DraftExtendInputs,
     DraftExtendLayout,
@@ -64,12 +66,23 @@ from spec_kernels.trees import (
     tree_attention_mask,
     verify_tree_greedy,
 )
+from spec_kernels.widened import (
+    BoundaryStash,
+    WidenedInputs,
+    append_to_stash,
+    rotate_input_ids,
+    widened_inputs,
+    widened_locs,
+)
 
 __all__ = [
     "AliasError",
+    "ArenaField",
+    "ArenaLayout",
     "BackendError",
     "BackendName",
     "BackendStatus",
+    "BoundaryStash",
     "BucketError",
     "Capabilities",
     "CaptureError",
@@ -80,6 +93,7 @@ __all__ = [
     "DraftExtendBuffers",
     "DraftExtendInputs",
     "DraftExtendLayout",
+    "DraftExtendPlan",
     "DtypeError",
     "FiaVersion",
     "IndexWidthError",
@@ -97,8 +111,10 @@ __all__ = [
     "UnknownOp",
     "UnsupportedByOp",
     "VerifyCommit",
+    "WidenedInputs",
     "accept_chain",
     "accepted_moves",
+    "append_to_stash",
     "backends",
     "bonus_tokens",
     "build_chain_tree",
@@ -109,6 +125,7 @@ __all__ = [
     "compact_accepted_locs",
     "compact_window_rows",
     "draft_cache_locs",
+    "draft_extend_fields",
     "draft_extend_inputs",
     "draft_extend_layout",
     "exact_length_mask",
@@ -121,6 +138,7 @@ __all__ = [
     "ops",
     "paged_attention",
     "paged_attention_update_keys",
+    "rotate_input_ids",
     "sample_chain",
     "sample_tree",
     "translate_locs",
@@ -128,5 +146,8 @@ __all__ = [
     "uniform_cache_locs",
     "verify_commit_outputs",
     "verify_tree_greedy",
+    "wide_row_softmax",
+    "widened_inputs",
+    "widened_locs",
 ]
 __version__ = "0.1.0"

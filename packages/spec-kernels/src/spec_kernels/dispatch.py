@@ -49,7 +49,12 @@ _OPS: dict[str, dict[BackendName, _Backend]] = {
         "npu": _Backend("spec_kernels.npu.attention:run", ("npu",), torch_npu="2.12.0"),
     },
     "accept_chain": {"native": _Backend("spec_kernels.native.chain:run")},
-    "fill_draft_extend_buffers": {"native": _Backend("spec_kernels.native.draft_extend:run")},
+    "fill_draft_extend_buffers": {
+        "native": _Backend("spec_kernels.native.draft_extend:run"),
+        "triton": _Backend("spec_kernels.triton.draft_extend:run", triton="3.2.0"),
+    },
+    **_family("widened", "rotate_input_ids", "append_to_stash", "widened_inputs", "widened_locs"),
+    **_family("softmax", "wide_row_softmax"),
     **_family("cache_locs", "uniform_cache_locs", "extend_cache_locs", "translate_locs", "compact_window_rows"),
     **_family("accepted", "compact_accepted_locs", "accepted_moves", "move_kv"),
     **_family("steps", "bonus_tokens", "verify_commit_outputs", "draft_extend_inputs", "draft_extend_layout"),

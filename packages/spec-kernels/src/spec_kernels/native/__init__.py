@@ -6,6 +6,28 @@ name.
 
 from __future__ import annotations
 
-from spec_kernels.native import accepted, attention, cache_locs, chain, draft_extend, sampling, steps, trees
+from spec_kernels.native import (
+    accepted,
+    attention,
+    cache_locs,
+    chain,
+    draft_extend,
+    sampling,
+    softmax,
+    steps,
+    trees,
+    widened,
+)
 
-__all__ = ["accepted", "attention", "cache_locs", "chain", "draft_extend", "sampling", "steps", "trees"]
+__all__ = [
+    "accepted",
+    "attention",
+    "cache_locs",
+    "chain",
+    "draft_extend",
+    "sampling",
+    "softmax",
+    "steps",
+    "trees",
+    "widened",
+]
