@@ -20,6 +20,7 @@ from spec_kernels.cache_locs import (
 )
 from spec_kernels.capabilities import Capabilities
 from spec_kernels.chain import ChainAccept, accept_chain
+from spec_kernels.dflash import DFLASH, DSPARK, BlockAccept, BlockMethod, DraftBlock, accept_block, prepare_block
 from spec_kernels.dispatch import BackendName, BackendStatus, backends, choose, ops
 from spec_kernels.draft_extend import DraftExtendBatch, DraftExtendBuffers, fill_draft_extend_buffers
 from spec_kernels.draft_extend_plan import ArenaField, ArenaLayout, DraftExtendPlan, draft_extend_fields
@@ -76,12 +77,16 @@ from spec_kernels.widened import (
 )
 
 __all__ = [
+    "DFLASH",
+    "DSPARK",
     "AliasError",
     "ArenaField",
     "ArenaLayout",
     "BackendError",
     "BackendName",
     "BackendStatus",
+    "BlockAccept",
+    "BlockMethod",
     "BoundaryStash",
     "BucketError",
     "Capabilities",
@@ -89,6 +94,7 @@ __all__ = [
     "ChainAccept",
     "ChainSample",
     "DeviceError",
+    "DraftBlock",
     "DraftExtendBatch",
     "DraftExtendBuffers",
     "DraftExtendInputs",
@@ -112,6 +118,7 @@ __all__ = [
     "UnsupportedByOp",
     "VerifyCommit",
     "WidenedInputs",
+    "accept_block",
     "accept_chain",
     "accepted_moves",
     "append_to_stash",
@@ -138,6 +145,7 @@ __all__ = [
     "ops",
     "paged_attention",
     "paged_attention_update_keys",
+    "prepare_block",
     "rotate_input_ids",
     "sample_chain",
     "sample_tree",

@@ -37,7 +37,8 @@ class LocsAndPositions(NamedTuple):
     positions: torch.Tensor
 
 
-def _check_table(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, **rows: torch.Tensor) -> int:
+def check_table(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, **rows: torch.Tensor) -> int:
+    """Check a slot table and values of each of its requests; the number of requests."""
     check_tensor("req_to_token", req_to_token, ("requests", "positions"))
     check_tensor("req_pool_indices", req_pool_indices, ("bs",), device=req_to_token.device)
     bs = int(req_pool_indices.shape[0])
@@ -82,7 +83,7 @@ def uniform_cache_locs(
 
     Source: contracts.md §1.3, `assign_extend_cache_locs_uniform`.
     """
-    _check_table(req_to_token, req_pool_indices, starts=starts)
+    check_table(req_to_token, req_pool_indices, starts=starts)
     check_number("width", width, least=1)
     return _consecutive(req_to_token, req_pool_indices, starts, width, width, out, positions_out, backend)
 
@@ -118,7 +119,7 @@ def draft_cache_locs(
 
     Source: contracts.md §1.3, `assign_draft_cache_locs_contiguous`.
     """
-    _check_table(req_to_token, req_pool_indices, seq_lens=seq_lens)
+    check_table(req_to_token, req_pool_indices, seq_lens=seq_lens)
     check_number("topk", topk, least=1)
     check_number("steps", steps, least=1)
     return _consecutive(req_to_token, req_pool_indices, seq_lens, topk * steps, -topk, out, positions_out, backend)
@@ -178,7 +179,7 @@ def extend_cache_locs(
 
     Source: contracts.md §1.3, `assign_extend_cache_locs`; field_faults C12, C14.
     """
-    bs = _check_table(req_to_token, req_pool_indices, starts=starts, ends=ends)
+    bs = check_table(req_to_token, req_pool_indices, starts=starts, ends=ends)
     check_number("total", total, least=0)
     device = req_to_token.device
     locs = output("out", out, (total,), dtype=req_to_token.dtype, device=device, holds=req_to_token.dtype)
@@ -298,7 +299,7 @@ def compact_window_rows(
 
     Source: contracts.md §1.3, `rebuild_compact_draft_req_to_token`.
     """
-    bs = _check_table(req_to_token, req_pool_indices, starts=starts, lengths=lengths)
+    bs = check_table(req_to_token, req_pool_indices, starts=starts, lengths=lengths)
     check_tensor("verify_locs", verify_locs, (bs, "width"), device=req_to_token.device)
     wide = torch.promote_types(req_to_token.dtype, verify_locs.dtype)
     shape = (int(req_to_token.shape[0]), int(draft_req_to_token.shape[-1]))

@@ -9,7 +9,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-FAMILIES = ("cache_locs", "accepted", "steps", "trees", "sampling", "draft_extend_plan", "widened", "softmax")
+FAMILIES = ("cache_locs", "accepted", "steps", "trees", "sampling", "draft_extend_plan", "widened", "softmax", "dflash")
 
 
 def of_family(family: str) -> dict[str, Any]:
