@@ -104,6 +104,44 @@ def place(request: pytest.FixtureRequest, place_on: Callable[[str, sk.BackendNam
     return place_on(*request.param)
 
 
+@dataclass(frozen=True)
+class AttentionPlace(Place):
+    """A place and the sizes that attention takes there."""
+
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
+    page: int = 4
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """One dtype that every size takes."""
+        return self.dtypes[0]
+
+    def sizes(self, numbers: random.Random) -> tuple[tuple[int, int, int], tuple[int, int], torch.dtype, int]:
+        """Dims of K, V and rope; heads and KV heads; dtype; page size. What the device's operator documents, there."""
+        dtype = numbers.choice(self.dtypes)
+        if self.device.startswith("npu"):
+            if numbers.random() < 0.25:
+                return (512, 512, 64), (numbers.choice((1, 3, 8)), 1), dtype, 128
+            wide = [(128, 128, 0), (192, 128, 0)] if dtype == torch.bfloat16 else []
+            sizes = numbers.choice([(64, 64, 0), (128, 128, 0), *wide])
+        else:
+            sizes = (numbers.choice((8, 5)), numbers.choice((8, 3)), numbers.choice((0, 0, 4)))
+        kv_heads = numbers.choice((1, 2))
+        return sizes, (kv_heads * numbers.choice((1, 3)), kv_heads), dtype, numbers.choice((self.page, self.page * 2))
+
+
+@pytest.fixture
+def attention_place() -> AttentionPlace:
+    """Native attention on the host."""
+    return AttentionPlace("cpu", "native")
+
+
+@pytest.fixture
+def attention_place_on() -> type[AttentionPlace]:
+    """For folders that have a device of their own."""
+    return AttentionPlace
+
+
 class AttentionCase:
     """A batch over permuted pages; unused pages and slots hold large numbers, so that reading one shows."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from spec_kernels import native
 from spec_kernels.accepted import SlotMoves, accepted_moves, compact_accepted_locs, move_kv
-from spec_kernels.attention import FiaVersion, paged_attention, paged_attention_update_keys
+from spec_kernels.attention import FiaVersion, paged_attention, paged_attention_update_keys, ragged_paged_attention
 from spec_kernels.cache_locs import (
     LocsAndPositions,
     compact_window_rows,
@@ -146,6 +146,7 @@ __all__ = [
     "paged_attention",
     "paged_attention_update_keys",
     "prepare_block",
+    "ragged_paged_attention",
     "rotate_input_ids",
     "sample_chain",
     "sample_tree",

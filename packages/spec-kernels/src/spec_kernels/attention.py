@@ -9,11 +9,12 @@ from typing import Literal, TypeAlias, cast
 
 import torch
 
+from spec_kernels.attention_checks import AttentionExtras, check_call, check_extras, check_mask, check_uniform
 from spec_kernels.dispatch import BackendName, choose, load
-from spec_kernels.errors import BackendError, DeviceError, DtypeError, LengthError, MetadataError, ShapeError
+from spec_kernels.errors import BackendError, LengthError, MetadataError
 from spec_kernels.paged_metadata import PagedAttentionMetadata, check_kv_lens
 
-__all__ = ["FiaVersion", "paged_attention", "paged_attention_update_keys"]
+__all__ = ["FiaVersion", "paged_attention", "paged_attention_update_keys", "ragged_paged_attention"]
 
 FiaVersion: TypeAlias = Literal["v1", "v2"]
 
@@ -33,6 +34,10 @@ def paged_attention(
     scale: float,
     page_size: int,
     causal: bool = True,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    query_rope: torch.Tensor | None = None,
+    key_rope_cache: torch.Tensor | None = None,
     backend: BackendName | None = None,
     fia: FiaVersion = "v2",
 ) -> torch.Tensor:
@@ -40,8 +45,9 @@ def paged_attention(
 
     Query token `i` of a request with query width `q` and KV length `n` stands at position `n - q + i` and, when
     `causal`, sees positions up to its own. `metadata.mask` replaces that rule: a query token then sees what lies below
-    `n` and is not hidden. Scores and sums are computed in float32 (float64 for float64 inputs),
-    whatever the dtype.
+    `n` and is not hidden. With a window of `w` a query token sees exactly `w` tokens, its own and the `w - 1` before
+    it, or all there are. Rope parts add their product to the scores. Scores and sums are computed in float32 (float64
+    for float64 inputs), whatever the dtype.
 
     Args:
         query: Shape: [rows, q, heads, dims].
@@ -51,6 +57,10 @@ def paged_attention(
         scale: Factor on the scores, usually `dims ** -0.5`.
         page_size: Tokens in a page, as in the caches.
         causal: Whether a query sees only positions up to its own; False with a mask.
+        window: Tokens that a query token sees, itself included.
+        sinks: A logit of each head that takes part in the softmax and adds nothing. Shape: [heads]; floating point.
+        query_rope: Shape: [rows, q, heads, rope]; dtype of the query.
+        key_rope_cache: Shape: [pages, page_size, kv_heads, rope]; contiguous; dtype of the query.
         backend: Insist on a backend; the first eligible one when `None`.
         fia: Version of the device's fused operator; for the `npu` backend only.
 
@@ -67,7 +77,7 @@ def paged_attention(
         ShapeError: Sizes do not fit together.
         DtypeError: Dtypes differ, or the device's operator does not take them (float32 on npu).
         DeviceError: Tensors lie on different devices.
-        LengthError: A length does not fit the query.
+        LengthError: A length does not fit the query, or the window is below 1 or not causal.
         MetadataError: A mask together with `causal`, which would say twice what a query sees.
         TableCapacityError: A KV length exceeds the table.
         UnsupportedByOp: (npu) The operator documents that it refuses these sizes.
@@ -76,6 +86,102 @@ def paged_attention(
     Under graph capture on npu the operator is called directly, with its lengths as lists, so that torch_npu's capture
     records it; see `paged_attention_update_keys` for the key to update.
     """
+    chosen = _choose(query, backend, fia)
+    extras = AttentionExtras(window, sinks, query_rope, key_rope_cache)
+    check_call(query, key_cache, value_cache, metadata, page_size, axes=("rows", "q", "heads", "dims"))
+    check_uniform(query, metadata, page_size)
+    check_extras(query, key_cache, extras, causal=causal)
+    if metadata.mask is not None:
+        check_mask(query, metadata, metadata.mask, page_size, causal)
+    run = load("paged_attention", chosen)
+    result = run(
+        query, key_cache, value_cache, metadata, scale=float(scale), causal=bool(causal), fia=fia, extras=extras
+    )
+    return cast(torch.Tensor, result)
+
+
+def ragged_paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: PagedAttentionMetadata,
+    *,
+    scale: float,
+    page_size: int,
+    causal: bool = True,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    query_rope: torch.Tensor | None = None,
+    key_rope_cache: torch.Tensor | None = None,
+    backend: BackendName | None = None,
+    fia: FiaVersion = "v2",
+) -> torch.Tensor:
+    """As `paged_attention`, for requests of unlike query lengths: extend, mixed and widened draft-extend steps.
+
+    Args:
+        query: Query tokens, request after request. Shape: [tokens, heads, dims], `tokens >= sum(metadata.q_lens)`.
+        key_cache: See `paged_attention`.
+        value_cache: See `paged_attention`.
+        metadata: Block table and lengths, one of each a request; a query length may be 0. Without a mask.
+        scale: See `paged_attention`.
+        page_size: See `paged_attention`.
+        causal: See `paged_attention`.
+        window: See `paged_attention`.
+        sinks: See `paged_attention`.
+        query_rope: Shape: [tokens, heads, rope].
+        key_rope_cache: See `paged_attention`.
+        backend: See `paged_attention`.
+        fia: See `paged_attention`.
+
+    Returns:
+        Shape: [tokens, heads, value_dims]; dtype of the query.
+
+    Mutates: nothing.
+
+    Padding: token rows past the last request, and those of requests with KV length 0, give zeros.
+
+    Raises: as `paged_attention`; LengthError also where a query is longer than its KV, or `query` is too short.
+        CaptureError: (npu) Sizes for which the operator takes one request a call, inside graph capture.
+    """
+    chosen = _choose(query, backend, fia)
+    extras = AttentionExtras(window, sinks, query_rope, key_rope_cache)
+    check_call(query, key_cache, value_cache, metadata, page_size, axes=("tokens", "heads", "dims"))
+    check_extras(query, key_cache, extras, causal=causal)
+    if metadata.mask is not None:
+        raise MetadataError(
+            "metadata.mask",
+            given="a mask",
+            expected="None for ragged queries",
+            consequence="its rows could not be assigned to query tokens",
+            remedy="pad to one width and use paged_attention",
+        )
+    columns = int(metadata.block_table.shape[1])
+    for index, (q_len, kv_len) in enumerate(zip(metadata.q_lens, metadata.kv_lens, strict=True)):
+        check_kv_lens([kv_len], columns=columns, page_size=page_size, q_len=q_len)
+        if q_len < 0:
+            raise LengthError(
+                f"metadata.q_lens[{index}]",
+                given=q_len,
+                expected="0 or more",
+                consequence="later requests would read earlier ones' queries",
+                remedy="clamp lengths at 0",
+            )
+    if sum(metadata.q_lens) > query.shape[0]:
+        raise LengthError(
+            "metadata.q_lens",
+            given=f"{sum(metadata.q_lens)} query tokens",
+            expected=f"at most {query.shape[0]}, the token rows of the query",
+            consequence="the last requests would have no queries",
+            remedy="pass lengths of each request, not cumulative ones",
+        )
+    run = load("ragged_paged_attention", chosen)
+    result = run(
+        query, key_cache, value_cache, metadata, scale=float(scale), causal=bool(causal), fia=fia, extras=extras
+    )
+    return cast(torch.Tensor, result)
+
+
+def _choose(query: torch.Tensor, backend: BackendName | None, fia: FiaVersion) -> BackendName:
     chosen = choose("paged_attention", query.device, backend)
     if (chosen, fia) not in _UPDATE_KEYS:
         raise BackendError(
@@ -85,13 +191,7 @@ def paged_attention(
             consequence="the version would be ignored, and with it the update key",
             remedy="leave fia out",
         )
-    _check(query, key_cache, value_cache, metadata, page_size)
-    if metadata.mask is not None:
-        _check_mask(query, metadata, metadata.mask, page_size, causal)
-    run = load("paged_attention", chosen)
-    return cast(
-        torch.Tensor, run(query, key_cache, value_cache, metadata, scale=float(scale), causal=bool(causal), fia=fia)
-    )
+    return chosen
 
 
 def paged_attention_update_keys(backend: BackendName, *, fia: FiaVersion = "v2") -> dict[str, str]:
@@ -117,113 +217,3 @@ def paged_attention_update_keys(backend: BackendName, *, fia: FiaVersion = "v2")
             remedy="pass what paged_attention was called with",
         )
     return dict(keys)
-
-
-def _check(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    metadata: PagedAttentionMetadata,
-    page_size: int,
-) -> None:
-    for name, tensor in (("query", query), ("key_cache", key_cache), ("value_cache", value_cache)):
-        if tensor.ndim != 4:
-            raise ShapeError(
-                name,
-                given=f"shape {tuple(tensor.shape)}",
-                expected="four axes",
-                consequence="heads and tokens could not be told apart",
-                remedy="query is [rows, q, heads, dims], caches are [pages, page_size, kv_heads, dims]",
-            )
-        if tensor.dtype != query.dtype or not tensor.dtype.is_floating_point:
-            raise DtypeError(
-                name,
-                given=tensor.dtype,
-                expected=f"{query.dtype} like the query, floating point",
-                consequence="a hidden cast would round differently on each backend",
-                remedy="cast before the call",
-            )
-    table = metadata.block_table
-    if table.dtype != torch.int32 or table.ndim != 2:
-        raise DtypeError(
-            "metadata.block_table",
-            given=f"{table.dtype} of shape {tuple(table.shape)}",
-            expected="int32 of shape [rows, columns]",
-            consequence="page ids would be misread",
-            remedy="build it with build_paged_metadata",
-        )
-    for name, tensor in (("key_cache", key_cache), ("value_cache", value_cache), ("metadata.block_table", table)):
-        if tensor.device != query.device:
-            raise DeviceError(
-                name,
-                given=tensor.device,
-                expected=f"{query.device} like the query",
-                consequence="the op would wait for a copy, and could not be captured",
-                remedy="move it first",
-            )
-    rows, width, heads, dims = query.shape
-    pages, size, kv_heads, key_dims = key_cache.shape
-    if value_cache.shape[:3] != (pages, size, kv_heads):
-        raise ShapeError(
-            "value_cache",
-            given=f"shape {tuple(value_cache.shape)}",
-            expected=f"[{pages}, {size}, {kv_heads}, value_dims] like key_cache",
-            consequence="K and V of a token would lie in different places",
-            remedy="pass both caches of one layer",
-        )
-    if size != page_size or key_dims != dims or not kv_heads or heads % kv_heads or not heads:
-        raise ShapeError(
-            "query, key_cache, page_size",
-            given=f"page {size}, {kv_heads} KV heads of {key_dims} for {heads} heads of {dims}",
-            expected=f"page {page_size}, equal dims, heads a multiple of KV heads",
-            consequence="tokens or heads would be paired wrongly",
-            remedy="pass the pool's page size and the local heads",
-        )
-    if not table.shape[0] == len(metadata.q_lens) == len(metadata.kv_lens) == rows:
-        raise ShapeError(
-            "metadata",
-            given=f"{table.shape[0]} table rows, {len(metadata.q_lens)} q_lens, {len(metadata.kv_lens)} kv_lens",
-            expected=f"{rows} of each, one a row of the query",
-            consequence="a request would attend to another's pages",
-            remedy="pad the metadata to the rows of the query",
-        )
-    if any(length != width for length in metadata.q_lens):
-        raise LengthError(
-            "metadata.q_lens",
-            given=metadata.q_lens,
-            expected=f"{width} in every row, the width of the query",
-            consequence="rows of different query lengths need a ragged layout",
-            remedy="group requests by query length, or run one request a call",
-        )
-    check_kv_lens(metadata.kv_lens, columns=table.shape[1], page_size=page_size, q_len=width)
-
-
-def _check_mask(
-    query: torch.Tensor, metadata: PagedAttentionMetadata, mask: torch.Tensor, page_size: int, causal: bool
-) -> None:
-    if causal:
-        raise MetadataError(
-            "metadata.mask, causal",
-            given="a mask and causal=True",
-            expected="causal=False with a mask",
-            consequence="causality would count from lengths that are upper bounds, and backends would differ",
-            remedy="let the mask hide what a query does not see (exact_length_mask does), and pass causal=False",
-        )
-    rows, width = query.shape[:2]
-    wanted = (rows, width, metadata.block_table.shape[1] * page_size)
-    if tuple(mask.shape) != wanted or mask.dtype != torch.bool:
-        raise ShapeError(
-            "metadata.mask",
-            given=f"{mask.dtype} of shape {tuple(mask.shape)}",
-            expected=f"torch.bool of shape {list(wanted)}: rows, query tokens, columns * page_size",
-            consequence="a query token would see what another one sees",
-            remedy="build it with exact_length_mask, or in that shape",
-        )
-    if mask.device != query.device:
-        raise DeviceError(
-            "metadata.mask",
-            given=mask.device,
-            expected=f"{query.device} like the query",
-            consequence="the op would wait for a copy, and could not be captured",
-            remedy="move it first",
-        )

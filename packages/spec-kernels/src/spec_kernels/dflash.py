@@ -177,8 +177,8 @@ def accept_block(
         backend: Insist on a backend.
 
     Returns:
-        New tensors: draft `k + 1` stands when all before it do and it equals prediction `k`; the bonus is the prediction
-        after the last accepted token.
+        New tensors: draft `k + 1` stands when all before it do and it equals prediction `k`; the bonus is what is
+        predicted after the last accepted token.
 
     Padding: zero requests give empty tensors.
 

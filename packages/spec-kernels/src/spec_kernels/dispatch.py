@@ -48,6 +48,10 @@ _OPS: dict[str, dict[BackendName, _Backend]] = {
         "native": _Backend("spec_kernels.native.attention:run"),
         "npu": _Backend("spec_kernels.npu.attention:run", ("npu",), torch_npu="2.12.0"),
     },
+    "ragged_paged_attention": {
+        "native": _Backend("spec_kernels.native.attention:run"),
+        "npu": _Backend("spec_kernels.npu.attention:run_ragged", ("npu",), torch_npu="2.12.0"),
+    },
     "accept_chain": {"native": _Backend("spec_kernels.native.chain:run")},
     "fill_draft_extend_buffers": {
         "native": _Backend("spec_kernels.native.draft_extend:run"),

@@ -37,6 +37,11 @@ class FiaShape:
         dtype: Of query and caches.
         longest: Longest KV length.
         blocks: Pages that all requests need, a shared page counted once a request.
+        rope: Dims of the rope parts; 0 without.
+        window: Whether a window hides older tokens.
+        sinks: Whether heads have sinks.
+        ragged: Whether requests have unlike query lengths, `width` being the longest.
+        fia: Version of the operator.
     """
 
     rows: int
@@ -50,6 +55,11 @@ class FiaShape:
     dtype: torch.dtype
     longest: int = 0
     blocks: int = 0
+    rope: int = 0
+    window: bool = False
+    sinks: bool = False
+    ragged: bool = False
+    fia: str = "v2"
 
 
 @dataclass(frozen=True)
@@ -58,16 +68,18 @@ class FiaPlan:
 
     Attributes:
         layout: `"BSND"`, or `"TND"` where K and V differ in width and TND takes the pair.
-        sparse_mode: 0 without a mask or with the caller's, 3 with the fixed 2048x2048 causal mask.
+        sparse_mode: 0 without a mask or with a full one, 3 with the fixed 2048x2048 causal mask, 4 with it and a band.
+        full_mask: Whether a window must be given as a full mask: BSND ignores bands where rows have one query token.
     """
 
     layout: Literal["BSND", "TND"]
-    sparse_mode: Literal[0, 3]
+    sparse_mode: Literal[0, 3, 4]
+    full_mask: bool = False
 
     @property
     def needs_mask(self) -> bool:
         """Whether the fixed causal mask must be passed."""
-        return self.sparse_mode == 3
+        return self.sparse_mode != 0
 
 
 def plan_fia(shape: FiaShape, *, causal: bool, masked: bool = False) -> FiaPlan:
@@ -94,10 +106,13 @@ def plan_fia(shape: FiaShape, *, causal: bool, masked: bool = False) -> FiaPlan:
     reasons: dict[Literal["BSND", "TND"], list[str]] = {"BSND": common + _bsnd(shape), "TND": common + _tnd(shape)}
     if masked:
         reasons["TND"].append("no mask for every query token")
-    order: tuple[Literal["BSND", "TND"], ...] = ("BSND", "TND") if shape.dims == shape.value_dims else ("TND", "BSND")
+    packed_first = shape.ragged or shape.dims != shape.value_dims or (shape.window and shape.width == 1)
+    order: tuple[Literal["BSND", "TND"], ...] = ("TND", "BSND") if packed_first else ("BSND", "TND")
     for layout in order:
         if not reasons[layout]:
-            return FiaPlan(layout, 3 if causal and shape.width > 1 else 0)
+            banded = shape.window and (layout == "TND" or shape.width > 1)
+            chunk = causal and (shape.width > 1 or shape.ragged)
+            return FiaPlan(layout, 4 if banded else 3 if chunk else 0, shape.window and not banded)
     raise UnsupportedByOp(
         "query, key_cache, value_cache",
         given=shape,
@@ -119,6 +134,10 @@ def _common(shape: FiaShape) -> list[str]:
         found.append(f"pages of 16 to 512 tokens in multiples of 16, not {shape.page_size}")
     if shape.width > 1 and (shape.page_size % 128 or not 128 <= shape.page_size <= 512):
         found.append(f"pages of 128, 256, 384 or 512 tokens for more than one query token, not {shape.page_size}")
+    if shape.sinks and shape.fia == "v1":
+        found.append("sinks in version 2 only")
+    if shape.rope:
+        found += _latent(shape)
     row = shape.kv_heads * max(shape.dims, shape.value_dims)
     if row > 65535:
         found.append(f"KV heads times dims up to 65535, not {row}")
@@ -130,8 +149,26 @@ def _common(shape: FiaShape) -> list[str]:
     return found
 
 
+def _latent(shape: FiaShape) -> list[str]:
+    found = []
+    if (shape.dims, shape.value_dims, shape.rope, shape.kv_heads) != (512, 512, 64, 1):
+        given = f"{shape.dims}, {shape.value_dims} and {shape.rope} over {shape.kv_heads}"
+        found.append(f"rope parts of 64 beside K and V of 512 over 1 KV head, not {given}")
+    if shape.heads > 128:
+        found.append(f"at most 128 heads with rope parts, not {shape.heads}")
+    if not 1 <= shape.width <= 16:
+        found.append(f"1 to 16 query tokens with rope parts, not {shape.width}")
+    if shape.window or shape.sinks:
+        found.append("no window and no sinks with rope parts")
+    return found
+
+
 def _bsnd(shape: FiaShape) -> list[str]:
     found = []
+    if shape.ragged:
+        found.append("one query length a call")
+    if shape.sinks:
+        found.append("no sinks")
     if shape.rows > 65536:
         found.append(f"at most 65536 rows, not {shape.rows}")
     if shape.width > 1 and shape.heads * shape.dims >= 65535:
@@ -143,10 +180,12 @@ def _bsnd(shape: FiaShape) -> list[str]:
 
 def _tnd(shape: FiaShape) -> list[str]:
     found = []
-    if (shape.dims, shape.value_dims) not in _TND_WIDTHS:
+    if not shape.rope and (shape.dims, shape.value_dims) not in _TND_WIDTHS:
         found.append(f"widths out of {list(_TND_WIDTHS)}, not {(shape.dims, shape.value_dims)}")
-    if shape.dtype != torch.bfloat16:
+    if not shape.rope and shape.dtype != torch.bfloat16:
         found.append(f"bfloat16, not {shape.dtype}")
+    if shape.sinks and shape.value_dims > 128:
+        found.append(f"sinks with values of at most 128, not {shape.value_dims}")
     if shape.rows > 4096:
         found.append(f"at most 4096 rows, not {shape.rows}")
     if shape.rows * shape.width > 2**20:

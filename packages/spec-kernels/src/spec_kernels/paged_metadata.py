@@ -43,7 +43,9 @@ class PagedAttentionMetadata:
     mask: torch.Tensor | None = None
 
 
-def exact_length_mask(kv_lens: torch.Tensor, *, q_len: int, columns: int, page_size: int) -> torch.Tensor:
+def exact_length_mask(
+    kv_lens: torch.Tensor, *, q_len: int, columns: int, page_size: int, window: int | None = None
+) -> torch.Tensor:
     """Hide what lies past lengths that only the device knows, and past each query token's own position.
 
     For steps that are prepared before the step before them has ended: the host then knows upper bounds of the lengths,
@@ -55,6 +57,7 @@ def exact_length_mask(kv_lens: torch.Tensor, *, q_len: int, columns: int, page_s
         q_len: Query tokens of each request, the last ones of its KV tokens.
         columns: Columns of the block table.
         page_size: Tokens in a page.
+        window: Tokens that a query token sees, itself included; None for all before it.
 
     Returns:
         Shape: [rows, q_len, columns * page_size]; dtype bool; True hides.
@@ -74,7 +77,12 @@ def exact_length_mask(kv_lens: torch.Tensor, *, q_len: int, columns: int, page_s
             remedy="pass the device's lengths, one a request",
         )
     last = (kv_lens - q_len).unsqueeze(1) + torch.arange(q_len, device=kv_lens.device)
-    return torch.arange(columns * page_size, device=kv_lens.device) > last.unsqueeze(2)
+    place = torch.arange(columns * page_size, device=kv_lens.device)
+    hidden = place > last.unsqueeze(2)
+    if window is None:
+        return hidden
+    _whole("window", window, least=1)
+    return hidden | (place <= last.unsqueeze(2) - window)
 
 
 def build_paged_metadata(

@@ -9,6 +9,7 @@ import pytest
 
 ascend_emulator.install()
 
+import torch  # noqa: E402
 import torch_npu  # noqa: E402, F401
 
 
@@ -16,3 +17,9 @@ import torch_npu  # noqa: E402, F401
 def place(request: pytest.FixtureRequest, place_on: Any) -> Any:
     """The emulated device; the other backends have no NPU version of these ops."""
     return place_on(*request.param)
+
+
+@pytest.fixture(params=["npu", "native"])
+def attention_place(request: pytest.FixtureRequest, attention_place_on: Any) -> Any:
+    """The device's operator, and native attention on the device."""
+    return attention_place_on("npu:0", request.param, dtypes=(torch.float16, torch.bfloat16), page=128)

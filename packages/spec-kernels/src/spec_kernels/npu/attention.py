@@ -8,15 +8,17 @@ dims]`, the one paged form that BSND accepts. It does not choose layouts (see `f
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch_npu
 
-from spec_kernels.errors import CaptureError, ShapeError
-from spec_kernels.fia_rules import FiaShape, plan_fia
-from spec_kernels.paged_metadata import PagedAttentionMetadata
+from spec_kernels.attention_checks import AttentionExtras
+from spec_kernels.errors import CaptureError, ShapeError, UnsupportedByOp
+from spec_kernels.fia_rules import FiaPlan, FiaShape, plan_fia
+from spec_kernels.paged_metadata import PagedAttentionMetadata, exact_length_mask
 
-__all__ = ["run"]
+__all__ = ["run", "run_ragged"]
 
 _MASK_SIZE = 2048
 _masks: dict[torch.device, torch.Tensor] = {}
@@ -31,62 +33,198 @@ def run(
     scale: float,
     causal: bool,
     fia: str,
+    extras: AttentionExtras,
 ) -> torch.Tensor:
     """Backend entry of `spec_kernels.paged_attention`; arguments have been checked there."""
     rows, width, heads, dims = query.shape
-    pages, page_size, kv_heads, value_dims = value_cache.shape
-    longest = max(metadata.kv_lens, default=0)
-    blocks = sum(-(-length // page_size) for length in metadata.kv_lens)
-    shape = FiaShape(
-        rows, width, heads, kv_heads, dims, value_dims, page_size, pages, query.dtype, longest=longest, blocks=blocks
-    )
+    shape = _shape(query, key_cache, value_cache, metadata, fia, extras, width=width, rows=rows)
     plan = plan_fia(shape, causal=causal, masked=metadata.mask is not None)
     if not rows or not width:
-        return query.new_empty((rows, width, heads, value_dims))
-    keys, values = _flat("key_cache", key_cache), _flat("value_cache", value_cache)
-    mask = _causal_mask(query.device) if plan.needs_mask else None
+        return query.new_empty((rows, width, heads, value_cache.shape[3]))
+    mask = None
     if metadata.mask is not None:
         mask = metadata.mask.unsqueeze(1)
-    packed = query.contiguous()
+    elif plan.full_mask:
+        mask = _window_mask(metadata, width, key_cache.shape[1], extras.window)
+    packed, rope = query.contiguous(), extras.query_rope
     q_lens = list(metadata.q_lens)
     if plan.layout == "TND":
         packed = packed.view(rows * width, heads, dims)
+        rope = None if rope is None else rope.reshape(rows * width, heads, -1)
         q_lens = list(accumulate(q_lens))
+    out = _call(packed, rope, key_cache, value_cache, metadata, plan, mask, q_lens, scale, fia, extras)
+    return out.view(rows, width, heads, -1)
+
+
+def run_ragged(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: PagedAttentionMetadata,
+    *,
+    scale: float,
+    causal: bool,
+    fia: str,
+    extras: AttentionExtras,
+) -> torch.Tensor:
+    """Backend entry of `spec_kernels.ragged_paged_attention`: packed where the operator takes it, else row by row."""
+    out = query.new_zeros((*query.shape[:2], value_cache.shape[3]))
+    live = [row for row, length in enumerate(metadata.q_lens) if length]
+    if not live:
+        return out
+    q_lens, kv_lens = [metadata.q_lens[row] for row in live], [metadata.kv_lens[row] for row in live]
+    table = metadata.block_table
+    if len(live) < len(metadata.q_lens):  # an empty segment would end where it starts
+        table = table.index_select(0, torch.tensor(live, device=table.device))
+    kept = PagedAttentionMetadata(table, q_lens, kv_lens)
+    shape = _shape(query, key_cache, value_cache, kept, fia, extras, width=max(q_lens), rows=len(live), ragged=True)
+    try:
+        plan = plan_fia(shape, causal=causal)
+    except UnsupportedByOp:
+        return _row_by_row(out, query, key_cache, value_cache, kept, scale=scale, causal=causal, fia=fia, extras=extras)
+    tokens = sum(q_lens)
+    rope = None if extras.query_rope is None else extras.query_rope[:tokens].contiguous()
+    packed = query[:tokens].contiguous()
+    ends = list(accumulate(q_lens))
+    out[:tokens] = _call(packed, rope, key_cache, value_cache, kept, plan, None, ends, scale, fia, extras)
+    return out
+
+
+def _row_by_row(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: PagedAttentionMetadata,
+    *,
+    scale: float,
+    causal: bool,
+    fia: str,
+    extras: AttentionExtras,
+) -> torch.Tensor:
+    if torch_npu.npu.is_current_stream_capturing():
+        raise CaptureError(
+            "ragged_paged_attention",
+            given="sizes for which the operator takes one request a call, inside graph capture",
+            expected="sizes that TND takes, or one query length",
+            consequence="each request would be a record of its own, with lengths to update one by one",
+            remedy="pad to one width and use paged_attention",
+        )
+    start = 0
+    for row, (q_len, kv_len) in enumerate(zip(metadata.q_lens, metadata.kv_lens, strict=True)):
+        end = start + q_len
+        rope = None if extras.query_rope is None else extras.query_rope[start:end].unsqueeze(0)
+        one = PagedAttentionMetadata(metadata.block_table[row : row + 1], [q_len], [kv_len])
+        own = AttentionExtras(extras.window, extras.sinks, rope, extras.key_rope_cache)
+        part = query[start:end].unsqueeze(0)
+        out[start:end] = run(
+            part, key_cache, value_cache, one, scale=scale, causal=causal, fia=fia, extras=own
+        ).squeeze(0)
+        start = end
+    return out
+
+
+def _shape(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: PagedAttentionMetadata,
+    fia: str,
+    extras: AttentionExtras,
+    *,
+    width: int,
+    rows: int,
+    ragged: bool = False,
+) -> FiaShape:
+    pages, page_size, kv_heads, value_dims = value_cache.shape
+    return FiaShape(
+        rows,
+        width,
+        query.shape[-2],
+        kv_heads,
+        key_cache.shape[3],
+        value_dims,
+        page_size,
+        pages,
+        query.dtype,
+        longest=max(metadata.kv_lens, default=0),
+        blocks=sum(-(-length // page_size) for length in metadata.kv_lens),
+        rope=0 if extras.query_rope is None else extras.query_rope.shape[-1],
+        window=extras.window is not None,
+        sinks=extras.sinks is not None,
+        ragged=ragged,
+        fia=fia,
+    )
+
+
+def _call(
+    query: torch.Tensor,
+    query_rope: torch.Tensor | None,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: PagedAttentionMetadata,
+    plan: FiaPlan,
+    mask: torch.Tensor | None,
+    q_lens: list[int],
+    scale: float,
+    fia: str,
+    extras: AttentionExtras,
+) -> torch.Tensor:
+    """One call of the operator. Heads beside rope parts are padded with zeros to a power of two, and cut off again."""
+    heads, kv_heads = query.shape[-2], key_cache.shape[2]
+    options: dict[str, Any] = {
+        "atten_mask": _causal_mask(query.device) if plan.needs_mask else mask,
+        "block_table": metadata.block_table,
+        "num_key_value_heads": kv_heads,
+        "input_layout": plan.layout,
+        "sparse_mode": plan.sparse_mode,
+        "block_size": key_cache.shape[1],
+    }
+    if plan.sparse_mode == 4:  # a band counts the tokens before the query's own
+        options.update(pre_tokens=(extras.window or 1) - 1, next_tokens=0)
+    padded = heads
+    if query_rope is not None and extras.key_rope_cache is not None:
+        padded = 1 << (heads - 1).bit_length()
+        query, query_rope = _pad_heads(query, padded), _pad_heads(query_rope, padded)
+        options.update(query_rope=query_rope, key_rope=_flat("key_rope_cache", extras.key_rope_cache))
+    if extras.sinks is not None:
+        options["learnable_sink"] = extras.sinks.to(torch.bfloat16)
+    keys, values = _flat("key_cache", key_cache), _flat("value_cache", value_cache)
     kv_lens = list(metadata.kv_lens)
     if fia == "v1":
         out = torch_npu.npu_fused_infer_attention_score(
-            packed,
-            keys,
-            values,
-            atten_mask=mask,
-            actual_seq_lengths=q_lens,
-            actual_seq_lengths_kv=kv_lens,
-            block_table=metadata.block_table,
-            num_heads=heads,
-            num_key_value_heads=kv_heads,
-            scale=scale,
-            input_layout=plan.layout,
-            sparse_mode=plan.sparse_mode,
-            block_size=page_size,
-        )[0]
+            query, keys, values, actual_seq_lengths=q_lens, actual_seq_lengths_kv=kv_lens, num_heads=padded,
+            scale=scale, **options,
+        )[0]  # fmt: skip
     else:
         out = torch_npu.npu_fused_infer_attention_score_v2(
-            packed,
-            keys,
-            values,
-            atten_mask=mask,
-            actual_seq_qlen=q_lens,
-            actual_seq_kvlen=kv_lens,
-            block_table=metadata.block_table,
-            num_query_heads=heads,
-            num_key_value_heads=kv_heads,
-            softmax_scale=scale,
-            input_layout=plan.layout,
-            sparse_mode=plan.sparse_mode,
-            block_size=page_size,
-        )[0]
-    attended: torch.Tensor = out.view(rows, width, heads, value_dims)
-    return attended
+            query, keys, values, actual_seq_qlen=q_lens, actual_seq_kvlen=kv_lens, num_query_heads=padded,
+            softmax_scale=scale, **options,
+        )[0]  # fmt: skip
+    attended: torch.Tensor = out
+    return attended if padded == heads else attended[..., :heads, :].contiguous()
+
+
+def _pad_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    if tensor.shape[-2] == heads:
+        return tensor.contiguous()
+    return torch.nn.functional.pad(tensor, (0, 0, 0, heads - tensor.shape[-2]))
+
+
+def _window_mask(metadata: PagedAttentionMetadata, width: int, page_size: int, window: int | None) -> torch.Tensor:
+    """A window for rows of one query token, from host lengths. Shape: [rows, 1, 1, tokens]."""
+    table = metadata.block_table
+    if torch_npu.npu.is_current_stream_capturing():
+        raise CaptureError(
+            "window",
+            given="a window for one query token a row, inside graph capture, in sizes that TND does not take",
+            expected="a mask that reads lengths on the device",
+            consequence="the window of the captured lengths would be replayed",
+            remedy="pass metadata.mask = exact_length_mask(lengths, window=...) and causal=False",
+        )
+    lens = torch.tensor(metadata.kv_lens, dtype=torch.int64).to(table.device)
+    mask = exact_length_mask(lens, q_len=width, columns=table.shape[1], page_size=page_size, window=window)
+    return mask.unsqueeze(1)
 
 
 def _flat(name: str, cache: torch.Tensor) -> torch.Tensor:
