@@ -41,12 +41,14 @@ from spec_kernels.errors import (
     UnknownOp,
     UnsupportedByOp,
 )
+from spec_kernels.kv_writes import write_kv
 from spec_kernels.paged_metadata import (
     PagedAttentionMetadata,
     build_paged_metadata,
     check_kv_lens,
     exact_length_mask,
 )
+from spec_kernels.rolling import causal_conv1d_update, keep_states
 from spec_kernels.sampling import ChainSample, sample_chain, sample_tree
 from spec_kernels.softmax import wide_row_softmax
 from spec_kernels.steps import (
@@ -127,6 +129,7 @@ __all__ = [
     "build_chain_tree",
     "build_paged_metadata",
     "build_tree",
+    "causal_conv1d_update",
     "check_kv_lens",
     "choose",
     "compact_accepted_locs",
@@ -140,6 +143,7 @@ __all__ = [
     "fill_draft_extend_buffers",
     "front_cache_locs",
     "full_tree_mask",
+    "keep_states",
     "move_kv",
     "native",
     "ops",
@@ -158,5 +162,6 @@ __all__ = [
     "wide_row_softmax",
     "widened_inputs",
     "widened_locs",
+    "write_kv",
 ]
 __version__ = "0.1.0"

@@ -60,6 +60,11 @@ _OPS: dict[str, dict[BackendName, _Backend]] = {
     **_family("widened", "rotate_input_ids", "append_to_stash", "widened_inputs", "widened_locs"),
     **_family("softmax", "wide_row_softmax"),
     **_family("dflash", "prepare_block", "accept_block"),
+    **_family("rolling", "causal_conv1d_update", "keep_states"),
+    "write_kv": {
+        **_family("kv_writes", "write_kv")["write_kv"],
+        "npu": _Backend("spec_kernels.npu.kv_writes:write_kv", ("npu",), torch_npu="2.12.0"),
+    },
     **_family("cache_locs", "uniform_cache_locs", "extend_cache_locs", "translate_locs", "compact_window_rows"),
     **_family("accepted", "compact_accepted_locs", "accepted_moves", "move_kv"),
     **_family("steps", "bonus_tokens", "verify_commit_outputs", "draft_extend_inputs", "draft_extend_layout"),

@@ -11,17 +11,9 @@ from pathlib import Path
 from typing import Any
 
 FAMILIES = (
-    "cache_locs",
-    "accepted",
-    "steps",
-    "trees",
-    "sampling",
-    "draft_extend_plan",
-    "widened",
-    "softmax",
-    "dflash",
-    "attention_modes",
-)
+    "accepted", "attention_modes", "cache_locs", "dflash", "draft_extend_plan", "kv_writes", "rolling", "sampling",
+    "softmax", "steps", "trees", "widened",
+)  # fmt: skip
 
 
 def of_family(family: str) -> dict[str, Any]:
@@ -37,7 +29,7 @@ def of_family(family: str) -> dict[str, Any]:
         for name, value in vars(module).items()
         if name.startswith("test_") and {"place", "attention_place"} & set(_parameters(value))
     }
-    assert len(found) > 2, f"no tests in {path}"
+    assert len(found) > 1, f"no tests in {path}"
     return found
 
 
