@@ -21,7 +21,7 @@ from spec_kernels.cache_locs import (
 from spec_kernels.capabilities import Capabilities
 from spec_kernels.chain import ChainAccept, accept_chain
 from spec_kernels.dflash import DFLASH, DSPARK, BlockAccept, BlockMethod, DraftBlock, accept_block, prepare_block
-from spec_kernels.dispatch import BackendName, BackendStatus, backends, choose, ops
+from spec_kernels.dispatch import BackendName, BackendStatus, BackendTable, backends, choose, ops
 from spec_kernels.draft_extend import DraftExtendBatch, DraftExtendBuffers, fill_draft_extend_buffers
 from spec_kernels.draft_extend_plan import ArenaField, ArenaLayout, DraftExtendPlan, draft_extend_fields
 from spec_kernels.errors import (
@@ -87,6 +87,7 @@ __all__ = [
     "BackendError",
     "BackendName",
     "BackendStatus",
+    "BackendTable",
     "BlockAccept",
     "BlockMethod",
     "BoundaryStash",

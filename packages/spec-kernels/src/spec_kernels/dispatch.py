@@ -15,7 +15,7 @@ import torch
 from spec_kernels.capabilities import Capabilities, detect, parse_version
 from spec_kernels.errors import BackendError, UnknownOp
 
-__all__ = ["BackendName", "BackendStatus", "backends", "choose", "load", "ops"]
+__all__ = ["BackendName", "BackendStatus", "BackendTable", "backends", "choose", "load", "ops"]
 
 BackendName: TypeAlias = Literal["native", "triton", "npu"]
 
@@ -96,24 +96,44 @@ class BackendStatus:
         return f"{self.op} on {self.backend}: {self.reason or 'eligible'}"
 
 
+class BackendTable(tuple[BackendStatus, ...]):
+    """Statuses of ops; printed, a line an op with its backends and why some cannot serve."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        names = list(dict.fromkeys(status.op for status in self))
+        width = max(map(len, names), default=0)
+        lines = []
+        for name in names:
+            cells = [f"{s.backend}: {s.reason or 'yes'}" for s in self if s.op == name]
+            lines.append(f"{name.ljust(width)}  {'; '.join(cells)}")
+        return "\n".join(lines)
+
+    __str__ = __repr__
+
+
 def ops() -> tuple[str, ...]:
     """Return the names of all ops."""
     return tuple(_OPS)
 
 
 def backends(
-    op: str, device: torch.device | str, *, capabilities: Capabilities | None = None
-) -> tuple[BackendStatus, ...]:
-    """Return the status of every backend for an op on a device, in order of preference.
+    op: str | None = None, device: torch.device | str = "cpu", *, capabilities: Capabilities | None = None
+) -> BackendTable:
+    """Return the status of every backend for an op on a device, in order of preference; printed, it is a table.
 
     Args:
-        op: Name of the op.
+        op: Name of the op; all when `None`.
         device: A device or its name; only its type matters.
         capabilities: What the machine has; detected when `None`.
 
     Raises:
         UnknownOp: There is no such op.
     """
+    have = detect() if capabilities is None else capabilities
+    if op is None:
+        return BackendTable(status for name in _OPS for status in backends(name, device, capabilities=have))
     table = _OPS.get(op)
     if table is None:
         raise UnknownOp(
@@ -123,9 +143,8 @@ def backends(
             consequence="there is nothing to choose from",
             remedy="check the name",
         )
-    have = detect() if capabilities is None else capabilities
     device_type = _device_type(device)
-    return tuple(BackendStatus(op, name, _reason(table.get(name), device_type, have)) for name in _PREFERENCE)
+    return BackendTable(BackendStatus(op, name, _reason(table.get(name), device_type, have)) for name in _PREFERENCE)
 
 
 def choose(

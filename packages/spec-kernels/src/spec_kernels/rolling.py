@@ -24,7 +24,8 @@ def causal_conv1d_update(
     """Convolve each request's new tokens with those before them, and roll its state forward.
 
     With `seq` the state followed by the new tokens: output `t` is the sum over `k` of
-    `weight[k] * seq[end - kernel + k]`, `end` being one past token `t`; the new state is the last `state_len` tokens of `seq`, all of them rewritten.
+    `weight[k] * seq[end - kernel + k]`, `end` being one past token `t`; the new state is the last
+    `state_len` tokens of `seq`, all of them rewritten.
 
     Args:
         x: New tokens. Shape: [bs, channels, tokens]; floating point; any strides.

@@ -172,7 +172,7 @@ def _attend(
     kv_len, kv_heads, dims = keys.shape  # from here on the tokens before the first window do not exist
     group = heads // kv_heads
     compute = torch.float64 if query.dtype == torch.float64 else torch.float32
-    grouped = query.to(compute).view(q_len, kv_heads, group, dims).permute(1, 2, 0, 3)
+    grouped = (query.to(compute) * scale).view(q_len, kv_heads, group, dims).permute(1, 2, 0, 3)
     keys = keys.to(compute).permute(1, 2, 0)
     values = values.to(compute).permute(1, 0, 2)
     masked = causal and (q_len > 1 or window is not None)
@@ -181,10 +181,10 @@ def _attend(
     for start in range(0, q_len, step):
         end = min(start + step, q_len)
         seen = kv_len - q_len + end if masked else kv_len
-        scores = torch.bmm(grouped[:, :, start:end].reshape(kv_heads, -1, dims), keys[:, :, :seen]).mul_(scale)
+        scores = torch.bmm(grouped[:, :, start:end].reshape(kv_heads, -1, dims), keys[:, :, :seen])
         by_query = scores.view(kv_heads, group, end - start, seen)
         if masked:
-            by_query.masked_fill_(_hidden(end - start, seen, window, query.device), float("-inf"))
+            _hide(by_query, window)
         if hidden is not None:
             by_query.masked_fill_(hidden[start:end], float("-inf"))
         weights = _softmax(by_query, sinks)
@@ -217,8 +217,11 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     return torch.softmax(torch.cat((scores, extra), -1), -1)[..., :-1].clone()
 
 
-def _hidden(q_len: int, kv_len: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Which keys queries do not see that end where the keys end. Shape: [q_len, kv_len]; dtype bool."""
-    ones = torch.ones((q_len, kv_len), dtype=torch.bool, device=device)
-    later = ones.triu(kv_len - q_len + 1)
-    return later if window is None else later | ones.tril(kv_len - q_len - window)
+def _hide(scores: torch.Tensor, window: int | None) -> None:
+    """Hide what queries do not see that end where the keys end. Shape: [kv_heads, group, queries, keys]."""
+    queries, keys = scores.shape[2:]
+    ones = torch.ones((queries, queries), dtype=torch.bool, device=scores.device)
+    scores[..., keys - queries :].masked_fill_(ones.triu(1), float("-inf"))
+    if window is not None:
+        older = torch.ones((queries, keys), dtype=torch.bool, device=scores.device).tril(keys - queries - window)
+        scores.masked_fill_(older, float("-inf"))
