@@ -42,6 +42,7 @@ from spec_kernels.errors import (
     UnsupportedByOp,
 )
 from spec_kernels.kv_writes import write_kv
+from spec_kernels.moe import ExpertLayout, MoeResult, expert_parallel_moe, fused_moe_reason
 from spec_kernels.paged_metadata import (
     PagedAttentionMetadata,
     build_paged_metadata,
@@ -104,11 +105,13 @@ __all__ = [
     "DraftExtendLayout",
     "DraftExtendPlan",
     "DtypeError",
+    "ExpertLayout",
     "FiaVersion",
     "IndexWidthError",
     "LengthError",
     "LocsAndPositions",
     "MetadataError",
+    "MoeResult",
     "PagedAttentionMetadata",
     "ShapeError",
     "SlotMoves",
@@ -140,10 +143,12 @@ __all__ = [
     "draft_extend_inputs",
     "draft_extend_layout",
     "exact_length_mask",
+    "expert_parallel_moe",
     "extend_cache_locs",
     "fill_draft_extend_buffers",
     "front_cache_locs",
     "full_tree_mask",
+    "fused_moe_reason",
     "keep_states",
     "move_kv",
     "native",

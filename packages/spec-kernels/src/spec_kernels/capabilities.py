@@ -25,6 +25,7 @@ class Capabilities:
         chip: Name of the chip, as the driver reports it.
         triton: Version of Triton.
         triton_ascend: Version of triton-ascend, which brings a Triton for NPUs.
+        sgl_kernel_npu: Version of sgl-kernel-npu.
         interpreter: Whether Triton kernels run in its interpreter, and thus on host memory.
     """
 
@@ -33,6 +34,7 @@ class Capabilities:
     chip: str | None = None
     triton: str | None = None
     triton_ascend: str | None = None
+    sgl_kernel_npu: str | None = None
     interpreter: bool = False
 
 
@@ -47,6 +49,7 @@ def _detect(interpreter: bool) -> Capabilities:
         torch_npu=_version("torch-npu"),
         triton=_version("triton"),
         triton_ascend=_version("triton-ascend"),
+        sgl_kernel_npu=_version("sgl-kernel-npu"),
         interpreter=interpreter,
     )
 

@@ -52,6 +52,7 @@ _OPS: dict[str, dict[BackendName, _Backend]] = {
         "native": _Backend("spec_kernels.native.attention:run"),
         "npu": _Backend("spec_kernels.npu.attention:run_ragged", ("npu",), torch_npu="2.12.0"),
     },
+    "expert_parallel_moe": {"native": _Backend("spec_kernels.native.moe:run")},
     "accept_chain": {"native": _Backend("spec_kernels.native.chain:run")},
     "fill_draft_extend_buffers": {
         "native": _Backend("spec_kernels.native.draft_extend:run"),
