@@ -69,8 +69,8 @@ def _extend_kernel(
 ):  # fmt: skip
     for row in range(tl.program_id(0), bs + 1, tl.num_programs(0)):
         before = tl.zeros((), tl.int64)
-        for first in range(0, row, TILE):
-            other = first + tl.arange(0, TILE)
+        for head in range(0, row, TILE):
+            other = head + tl.arange(0, TILE)
             begin = tl.load(starts + other, mask=other < row, other=0).to(tl.int64)
             end = tl.load(ends + other, mask=other < row, other=0).to(tl.int64)
             before += tl.sum(tl.maximum(end - begin, 0))

@@ -23,78 +23,48 @@ def _weigh(values):
 
 
 @triton.jit
-def _search(
-    p_row,
-    q_row,
-    subtract,
-    tried,
-    tried_step,
-    links,
-    links_step,
-    first_tried,
-    last_tried,
-    coin,
-    width,
-    vocabulary,
-    TILE: tl.constexpr,
-):
-    """Draw from `max(p - q, 0)` or from p without the tokens of a sibling list; -1 where nothing weighs."""
-    total = tl.zeros((), tl.float32)
-    heaviest = tl.full((), -1, tl.int32)
-    picked = tl.full((), 0, tl.int32) + vocabulary
-    for turn in range(0, 2):
-        running = tl.zeros((), tl.float32)
-        for first in range(0, vocabulary, TILE):
-            token = first + tl.arange(0, TILE)
-            inside = token < vocabulary
-            weight = _weigh(tl.load(p_row + token, mask=inside, other=0.0))
-            if subtract:
-                weight = tl.maximum(weight - _weigh(tl.load(q_row + token, mask=inside, other=0.0)), 0.0)
-            node = first_tried
-            steps = tl.full((), 0, tl.int64)
-            while (node >= 0) & (steps < width):
-                weight = tl.where(token == tl.load(tried + node * tried_step).to(tl.int64), 0.0, weight)
-                steps += 1
-                following = link(links, 0, links_step, width, 0, node)
-                node = tl.where(node == last_tried, -1, following)
-            if turn == 0:
-                total += tl.sum(weight)
-                heaviest = tl.maximum(heaviest, tl.max(tl.where(weight > 0, token, -1)))
-            else:
-                sums = running + tl.cumsum(weight, 0)
-                over = (weight > 0) & (sums > coin * total)
-                picked = tl.minimum(picked, tl.min(tl.where(over, token, vocabulary)))
-                running += tl.sum(weight)
-    return tl.minimum(picked, heaviest)
+def _next_tried(siblings, sibling_at, sibling_step, width, node, last):
+    """The sibling tried after `node`; -1 after the last."""
+    return tl.where(node == last, -1, link(siblings + sibling_at, 0, sibling_step, width, 0, node))
 
 
 @triton.jit
 def _draw(
-    p_row,
-    q_row,
-    subtract,
-    tried,
-    tried_step,
-    links,
-    links_step,
-    first_tried,
-    last_tried,
-    coin,
-    width,
-    vocabulary,
-    TILE: tl.constexpr,
-):
-    """As `_search`, falling back to p, and to token 0."""
-    found = _search(
-        p_row, q_row, subtract, tried, tried_step, links, links_step, first_tried, last_tried, coin, width, vocabulary,
-        TILE,
-    )  # fmt: skip
-    if found < 0:
-        found = _search(
-            p_row, q_row, False, tried, tried_step, links, links_step, last_tried * 0 - 1, last_tried, coin, width,
-            vocabulary, TILE,
-        )  # fmt: skip
-    return tl.maximum(found, 0).to(tl.int64)
+    target, target_at, draft, draft_at, subtract, tokens, token_at, token_step, siblings, sibling_at, sibling_step,
+    first_tried, last_tried, coin, width, vocabulary, TILE: tl.constexpr,
+):  # fmt: skip
+    """Draw from `max(p - q, 0)` without the tokens that were tried; from p where that weighs nothing, and 0 at last."""
+    total = tl.zeros((), tl.float32)
+    spare_total = tl.zeros((), tl.float32)
+    heaviest = tl.full((), -1, tl.int32)
+    spare_heaviest = tl.full((), 0, tl.int32)
+    picked = tl.full((), 0, tl.int32) + vocabulary
+    for turn in tl.static_range(2):
+        running = tl.zeros((), tl.float32)
+        for first in range(0, vocabulary, TILE):
+            token = first + tl.arange(0, TILE)
+            inside = token < vocabulary
+            spare = _weigh(tl.load(target + target_at + token, mask=inside, other=0.0))
+            taken = _weigh(tl.load(draft + draft_at + token, mask=inside & subtract, other=0.0))
+            weight = tl.maximum(spare - taken, 0.0)
+            node = first_tried
+            for _ in range(0, width):
+                tried = tl.load(tokens + token_at + node * token_step, mask=node >= 0, other=-1)
+                weight = tl.where(token == tried.to(tl.int64), 0.0, weight)
+                node = _next_tried(siblings, sibling_at, sibling_step, width, node, last_tried)
+            if turn == 0:
+                total += tl.sum(weight)
+                spare_total += tl.sum(spare)
+                heaviest = tl.maximum(heaviest, tl.max(tl.where(weight > 0, token, -1)))
+                spare_heaviest = tl.maximum(spare_heaviest, tl.max(tl.where(spare > 0, token, 0)))
+            else:
+                weight = tl.where(total > 0, weight, spare)
+                sums = running + tl.cumsum(weight, 0)
+                whole = tl.where(total > 0, total, spare_total)
+                over = (weight > 0) & (sums > coin * whole)
+                picked = tl.minimum(picked, tl.min(tl.where(over, token, vocabulary)))
+                running += tl.sum(weight)
+    return tl.minimum(picked, tl.where(total > 0, heaviest, spare_heaviest)).to(tl.int64)
 
 
 @triton.jit
@@ -105,24 +75,26 @@ def _chain_kernel(
     for index in range(tl.program_id(0), bs, tl.num_programs(0)):
         row = tl.full((), index, tl.int64)
         count = tl.zeros((), tl.int64)
-        going = steps > 0
-        real = False
-        while going:
-            token = tl.load(drafts + row * draft_row + count * draft_column).to(tl.int64)
-            real = (token >= 0) & (token < vocabulary)
-            q = tl.load(draft_probs + (row * steps + count) * vocabulary + token, mask=real, other=0.0)
-            p = tl.load(target_probs + (row * (steps + 1) + count) * vocabulary + token, mask=real, other=0.0)
-            coin = tl.load(coins + row * coin_row + count * coin_column)
-            stands = real & (q > 0) & (q <= 1) & (coin * q < p)
-            count += stands.to(tl.int64)
-            going = stands & (count < steps)
+        rejected = tl.zeros((), tl.int32)
+        going = tl.full((), 1, tl.int32)
+        for step in range(0, steps):
+            token = tl.load(drafts + row * draft_row + step * draft_column).to(tl.int64)
+            real = (going > 0) & (token >= 0) & (token < vocabulary)
+            q = tl.load(draft_probs + (row * steps + step) * vocabulary + token, mask=real, other=0.0)
+            p = tl.load(target_probs + (row * (steps + 1) + step) * vocabulary + token, mask=real, other=0.0)
+            coin = tl.load(coins + row * coin_row + step * coin_column)
+            stands = (real & (q > 0) & (q <= 1) & (coin * q < p)).to(tl.int32)
+            rejected = tl.where(going > stands, real.to(tl.int32), rejected)
+            count += stands
+            going = stands
         tl.store(correct + row, count)
-        subtract = (count < steps) & real
-        p_row = target_probs + (row * (steps + 1) + count) * vocabulary
-        q_row = draft_probs + (row * steps + tl.where(count < steps, count, 0)) * vocabulary
+        target_at = (row * (steps + 1) + count) * vocabulary
+        draft_at = (row * steps + tl.where(count < steps, count, 0)) * vocabulary
         none = tl.full((), -1, tl.int64)
-        final = tl.load(final_coins + row)
-        token = _draw(p_row, q_row, subtract, drafts, 0, drafts, 0, none, none, final, 1, vocabulary, TILE)
+        token = _draw(
+            target_probs, target_at, draft_probs, draft_at, rejected > 0, drafts, row * 0, 0, drafts, row * 0, 0, none,
+            none, tl.load(final_coins + row), 0, vocabulary, TILE,
+        )  # fmt: skip
         tl.store(bonus + row, token)
 
 
@@ -157,47 +129,41 @@ def _tree_kernel(
         for column in range(0, depth):
             tl.store(accept_index + row * depth + column, tl.full((), -1, tl.int64))
         tl.store(accept_index + row * depth, row * width)
-        tokens = candidates + row * row_step
-        brothers = siblings + row * sibling_row
         current = tl.zeros((), tl.int64)
         count = tl.zeros((), tl.int64)
         mass = tl.zeros((), tl.float32)
-        coin = tl.load(coins + row * coin_row)
+        none = tl.full((), -1, tl.int64)
+        first_tried = none
+        last_tried = none
         child = link(children, child_row, child_column, width, row, current)
-        first_tried = tl.full((), -1, tl.int64)
-        last_tried = tl.full((), -1, tl.int64)
-        visits = tl.zeros((), tl.int64)
-        while (child >= 0) & (count < depth - 1) & (visits < width - 1):
-            visits += 1
-            token = tl.load(tokens + child * column_step).to(tl.int64)
-            fresh = (token >= 0) & (token < vocabulary)
+        for _ in range(0, width - 1):
+            visited = (child >= 0) & (count < depth - 1)
+            token = tl.load(candidates + row * row_step + child * column_step, mask=visited, other=-1).to(tl.int64)
+            repeated = tl.zeros((), tl.int32)
             node = first_tried
-            while node >= 0:  # a token that was tried before counts once
-                fresh = fresh & (tl.load(tokens + node * column_step).to(tl.int64) != token)
-                following = link(brothers, 0, sibling_column, width, 0, node)
-                node = tl.where(node == last_tried, -1, following)
-            p_row = target_probs + (row * width + current) * vocabulary
-            weight = _weigh(tl.load(p_row + token, mask=fresh, other=0.0))
+            for _ in range(0, width):  # a token that was tried before counts once
+                tried = tl.load(candidates + row * row_step + node * column_step, mask=node >= 0, other=-1)
+                repeated += (tried.to(tl.int64) == token).to(tl.int32)
+                node = _next_tried(siblings, row * sibling_row, sibling_column, width, node, last_tried)
+            fresh = visited & (token >= 0) & (token < vocabulary) & (repeated == 0)
+            weight = _weigh(tl.load(target_probs + (row * width + current) * vocabulary + token, mask=fresh, other=0.0))
             mass += weight
-            if (weight > 0) & (coin < tl.minimum(mass, 1.0)):
-                tl.store(predict + row * width + current, token)
-                count += 1
-                current = child
-                mass = tl.zeros((), tl.float32)
-                coin = tl.load(coins + row * coin_row + count * coin_column)
-                tl.store(accept_index + row * depth + count, row * width + current)
-                child = link(children, child_row, child_column, width, row, current)
-                first_tried = tl.full((), -1, tl.int64)
-                last_tried = tl.full((), -1, tl.int64)
-            else:
-                first_tried = tl.where(first_tried < 0, child, first_tried)
-                last_tried = child
-                child = link(brothers, 0, sibling_column, width, 0, child)
-        p_row = target_probs + (row * width + current) * vocabulary
-        final = tl.load(final_coins + row)
+            coin = tl.load(coins + row * coin_row + count * coin_column)
+            hit = fresh & (weight > 0) & (coin < tl.minimum(mass, 1.0))
+            tl.store(predict + row * width + current, token, mask=hit)
+            count += hit.to(tl.int64)
+            tl.store(accept_index + row * depth + count, row * width + child, mask=hit)
+            following = link(siblings, sibling_row, sibling_column, width, row, child)
+            first_child = link(children, child_row, child_column, width, row, child)
+            first_tried = tl.where(hit, none, tl.where(visited & (first_tried < 0), child, first_tried))
+            last_tried = tl.where(hit, none, tl.where(visited, child, last_tried))
+            current = tl.where(hit, child, current)
+            mass = tl.where(hit, 0.0, mass)
+            child = tl.where(hit, first_child, tl.where(visited, following, none))
         token = _draw(
-            p_row, p_row, False, tokens, column_step, brothers, sibling_column, first_tried, last_tried, final, width,
-            vocabulary, TILE,
+            target_probs, (row * width + current) * vocabulary, target_probs, row * 0, row < 0, candidates,
+            row * row_step, column_step, siblings, row * sibling_row, sibling_column, first_tried, last_tried,
+            tl.load(final_coins + row), width, vocabulary, TILE,
         )  # fmt: skip
         tl.store(predict + row * width + current, token)
         tl.store(correct + row, count)

@@ -121,8 +121,8 @@ def build_tree(
 def _full_mask_kernel(visible, seq_lens, out, bs, width, total, TILE: tl.constexpr):
     for row in range(tl.program_id(0), bs + 1, tl.num_programs(0)):
         before = tl.zeros((), tl.int64)
-        for first in range(0, row, TILE):
-            other = first + tl.arange(0, TILE)
+        for head in range(0, row, TILE):
+            other = head + tl.arange(0, TILE)
             context = tl.maximum(tl.load(seq_lens + other, mask=other < row, other=0).to(tl.int64), 0)
             before += tl.sum(tl.where(other < row, width * (context + width), 0))
         if row < bs:
