@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -89,8 +90,8 @@ class Overdeclared(MhaPool):
 class Withholding(MhaPool):
     """A pool that declares its draft and does not hand its storage out."""
 
-    def layer_ids(self, part: str = "target") -> tuple[int, ...]:
-        return super().layer_ids("target") if part == "target" else ()
+    def layer_ids(self, part: str = "target", component: Any = None) -> tuple[int, ...]:
+        return super().layer_ids("target", component) if part == "target" else ()
 
 
 def test_a_buffer_without_a_mirror_is_a_construction_error(make_layout: Callable[..., ModelLayout]) -> None:

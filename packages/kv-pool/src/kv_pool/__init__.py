@@ -5,11 +5,15 @@ It does not own attention, transfer or graphs. Importing it imports torch and kv
 
 from __future__ import annotations
 
+from kv_pool._paged import Pool
+from kv_pool.adopted import adopt
 from kv_pool.allocator import PageAllocator
+from kv_pool.copies import PageCopy
 from kv_pool.errors import (
     AliasedRows,
     CacheError,
     DeviceMismatch,
+    DeviceUnavailable,
     DoubleFree,
     DtypeMismatch,
     ForeignPage,
@@ -28,6 +32,7 @@ from kv_pool.errors import (
     SlotOutOfRange,
     TableError,
     UnheldComponent,
+    UnknownForm,
     UnknownLayer,
     UnknownWriter,
     UnmirroredComponent,
@@ -35,8 +40,11 @@ from kv_pool.errors import (
     WidthMismatch,
     WriteError,
 )
+from kv_pool.hybrid import HybridPool, WindowPages, WriteSlots
 from kv_pool.mha import MhaPool
+from kv_pool.mla import MlaPool, packed_record_bytes
 from kv_pool.slots import SlotAllocator
+from kv_pool.state import StateKind, StatePool
 from kv_pool.tables import block_table, narrow_slots, slots_for
 from kv_pool.writers import Writer, WriterName, create_writer, writer_names
 
@@ -44,38 +52,50 @@ __all__ = [
     "AliasedRows",
     "CacheError",
     "DeviceMismatch",
+    "DeviceUnavailable",
     "DoubleFree",
     "DtypeMismatch",
     "ForeignPage",
     "HeadRangeError",
     "HitError",
     "HostPoolError",
+    "HybridPool",
     "IntegrityError",
     "KvPoolError",
     "LayoutError",
     "MhaPool",
+    "MlaPool",
     "MoveRefused",
     "OutOfPages",
     "PageAllocator",
+    "PageCopy",
     "PageError",
+    "Pool",
     "PoolSizeError",
     "RowMismatch",
     "SharedTail",
     "SlotAllocator",
     "SlotOutOfRange",
+    "StateKind",
+    "StatePool",
     "TableError",
     "UnheldComponent",
+    "UnknownForm",
     "UnknownLayer",
     "UnknownWriter",
     "UnmirroredComponent",
     "UnsupportedMover",
     "WidthMismatch",
+    "WindowPages",
     "WriteError",
+    "WriteSlots",
     "Writer",
     "WriterName",
+    "adopt",
     "block_table",
     "create_writer",
     "narrow_slots",
+    "packed_record_bytes",
     "slots_for",
     "writer_names",
 ]

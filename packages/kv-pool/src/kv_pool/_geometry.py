@@ -1,4 +1,4 @@
-"""Owns what one part of a pool looks like on this rank: layers, heads, widths, dtypes; derived from a `ModelLayout`.
+"""Owns what the buffers of a pool look like on this rank: layers, heads, widths, dtypes; derived from a `ModelLayout`.
 
 Pure: it allocates nothing and imports no torch. A component, part or layer that the pool would not hold is an error
 here, so that transfer and backup never meet a pool with a hole.
@@ -17,86 +17,88 @@ if TYPE_CHECKING:
     from kv_planner import DType as DTypeName
     from kv_planner import Part as PartName
 
+    LayerIds = Mapping[PartName, Sequence[int]] | Sequence[int] | None
     Specs = Mapping[tuple[Component, PartName], ComponentSpec]
 
-__all__ = ["PartGeometry", "local_head_range", "mha_geometry"]
+__all__ = ["DTYPES", "ComponentGeometry", "derive_geometry", "local_head_range", "require_pair"]
 
 _PARTS: tuple[PartName, ...] = ("target", "draft")
-_COMPONENTS: tuple[Component, ...] = ("key", "value")
+_ORDER: tuple[Component, ...] = ("key", "value", "latent", "rope", "index_key", "index_scale", "state")
 _AXES = ("token", "head", "dim")
-_DTYPES = ("float16", "bfloat16", "float32", "int8")
+DTYPES: tuple[DTypeName, ...] = (
+    "float16", "bfloat16", "float32", "int8", "uint8", "float8_e4m3fn", "float8_e5m2",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class PartGeometry:
-    """Shape of one part (target or draft) on this rank.
+class ComponentGeometry:
+    """Shape of one component of one part on this rank.
 
     Attributes:
-        part: Which part.
-        layer_ids: Global ids of the layers held here, in storage order.
-        head_range: Global KV heads held here, half-open.
-        key_dims: Head dim of K.
-        value_dims: Head dim of V; may differ from K's.
-        key_dtype: Dtype of K.
-        value_dtype: Dtype of V.
+        component: Which component.
+        part: Which part (target or draft).
+        layer_ids: Global ids of the layers that own it here, in storage order.
+        head_range: Global heads held here, half-open.
+        tokens: Tokens in an item: the page size, or 1 for request rows.
+        dims: Elements of a head.
+        dtype: Element type.
     """
 
+    component: Component
     part: PartName
     layer_ids: tuple[int, ...]
     head_range: tuple[int, int]
-    key_dims: int
-    value_dims: int
-    key_dtype: DTypeName
-    value_dtype: DTypeName
+    tokens: int
+    dims: int
+    dtype: DTypeName
 
     @property
     def heads(self) -> int:
-        """KV heads held on this rank."""
+        """Heads held on this rank."""
         return self.head_range[1] - self.head_range[0]
 
 
-def mha_geometry(
+def derive_geometry(
     layout: ModelLayout,
     *,
-    layer_ids: Mapping[PartName, Sequence[int]] | Sequence[int] | None,
+    holds: Sequence[Component],
+    item_kind: str = "page",
+    layer_ids: LayerIds,
     placement: Placement,
-    head_range: tuple[int, int] | None,
-) -> tuple[PartGeometry, ...]:
-    """Derive the parts of a pool with separate K and V from a layout.
+    head_range: tuple[int, int] | None = None,
+) -> tuple[ComponentGeometry, ...]:
+    """Derive the buffers of a pool from a layout: component by component, target before draft.
 
     Args:
         layout: What the whole deployment agreed on.
+        holds: Components that the pool can hold.
+        item_kind: What one item of its buffers is.
         layer_ids: Layers of this stage, a part each; a plain sequence is the target's; `None` means all.
         placement: This rank; its tensor-parallel rank chooses the heads unless `head_range` is given.
-        head_range: Global KV heads of this rank, for layouts whose components all have the same number of heads.
+        head_range: Global heads of this rank, for layouts whose components all have the same number of heads.
 
     Returns:
-        One geometry a part, target first.
+        One geometry a component and part; its layers are those of the stage that own the component, in the stage's
+        order, so one of the two may be empty.
 
     Raises:
-        UnheldComponent: The layout has a component that is neither key nor value, or a part that `layer_ids` omits.
-        LayoutError: Key and value do not pair, or an item is not a page of (token, head, dim).
+        UnheldComponent: The layout has a component outside `holds`, or a part that `layer_ids` omits.
+        LayoutError: An item, axes or dtype that the pool cannot store; an id that is owned twice.
         HeadRangeError: The heads do not fit.
     """
     specs = {(spec.component, spec.part): spec for spec in layout.components}
     for component, part in specs:
-        if component not in ("key", "value"):
+        if component not in holds:
             raise UnheldComponent(
                 "layout.components",
                 given=f"{component} of part {part}",
-                expected="key and value only",
+                expected=f"{' and '.join(holds)} only",
                 consequence="backup and transfer would silently leave it out",
                 remedy="use a pool that holds this component",
             )
+    for spec in layout.components:
+        _check_spec(spec, item_kind)
     parts = [part for part in _PARTS if any(spec.part == part for spec in layout.components)]
-    if not parts:
-        raise LayoutError(
-            "layout.components",
-            given="no component",
-            expected="key and value",
-            consequence="the pool would hold nothing",
-            remedy="declare key and value",
-        )
     stage = _stage_layers(specs, parts, layer_ids)
     if head_range is not None and len({spec.total_heads for spec in layout.components}) != 1:
         raise HeadRangeError(
@@ -106,83 +108,100 @@ def mha_geometry(
             consequence="one range cannot name the heads of both parts",
             remedy="leave head_range out and give the placement",
         )
-    return tuple(_part_geometry(specs, part, stage[part], placement, head_range) for part in parts)
+    tokens = layout.page_size if item_kind == "page" else 1
+    return tuple(
+        ComponentGeometry(
+            component,
+            part,
+            tuple(layer for layer in stage[part] if layer in set(spec.layer_ids)),
+            _heads(spec, placement, head_range),
+            tokens,
+            spec.dims,
+            spec.dtype,
+        )
+        for component in _ORDER
+        for part in parts
+        if (component, part) in specs
+        for spec in (specs[component, part],)
+    )
 
 
-def _part_geometry(
-    specs: Specs,
-    part: PartName,
-    layers: tuple[int, ...],
-    placement: Placement,
-    head_range: tuple[int, int] | None,
-) -> PartGeometry:
-    key, value = _pair(specs, part)
-    heads = head_range if head_range is not None else local_head_range(key.total_heads, placement)
-    if not 0 <= heads[0] < heads[1] <= key.total_heads:
+def _heads(spec: ComponentSpec, placement: Placement, head_range: tuple[int, int] | None) -> tuple[int, int]:
+    heads = head_range if head_range is not None else local_head_range(spec.total_heads, placement)
+    if not 0 <= heads[0] < heads[1] <= spec.total_heads:
         raise HeadRangeError(
             "head_range",
             given=heads,
-            expected=f"a non-empty range within 0..{key.total_heads}",
+            expected=f"a non-empty range within 0..{spec.total_heads}",
             consequence="the pool would publish heads that the model does not have",
             remedy="pass the global KV heads of this rank",
         )
-    return PartGeometry(part, layers, heads, key.dims, value.dims, key.dtype, value.dtype)
+    return heads
 
 
-def _pair(specs: Specs, part: PartName) -> tuple[ComponentSpec, ComponentSpec]:
-    for component in _COMPONENTS:
-        if (component, part) not in specs:
+def _check_spec(spec: ComponentSpec, item_kind: str) -> None:
+    name = f"{spec.component} of part {spec.part}"
+    if tuple(spec.axes) != _AXES or spec.item_kind != item_kind:
+        raise LayoutError(
+            name,
+            given=f"{spec.item_kind} of {tuple(spec.axes)}",
+            expected=f"{item_kind} of {_AXES}",
+            consequence="heads and tokens would be swapped between peers",
+            remedy="declare the axes that this pool stores",
+        )
+    if spec.dtype not in DTYPES:
+        raise LayoutError(
+            name,
+            given=spec.dtype,
+            expected=" or ".join(DTYPES),
+            consequence="the pool cannot store it",
+            remedy="choose one of these dtypes",
+        )
+    if len(set(spec.layer_ids)) != len(spec.layer_ids):
+        raise LayoutError(
+            f"layer_ids of {name}",
+            given=tuple(spec.layer_ids),
+            expected="distinct ids",
+            consequence="the second owner of an id would have storage that no view and no transfer reaches",
+            remedy="number every layer that owns the component; a pool holds one buffer a layer id",
+        )
+
+
+def require_pair(layout: ModelLayout, first: Component, second: Component, part: PartName) -> None:
+    """Refuse a part that has one of two components which go together, or both over different layers or heads.
+
+    Raises:
+        LayoutError: As said.
+    """
+    specs = {spec.component: spec for spec in layout.components if spec.part == part}
+    for component in (first, second):
+        if component not in specs:
             raise LayoutError(
                 f"layout.components of part {part}",
                 given=f"no {component}",
-                expected="both key and value",
+                expected=f"both {first} and {second}",
                 consequence="one of them would have no storage",
                 remedy="declare both, or use a pool for the components that the model has",
             )
-    key, value = specs["key", part], specs["value", part]
-    for spec in (key, value):
-        if tuple(spec.axes) != _AXES or spec.item_kind != "page":
-            raise LayoutError(
-                f"{spec.component} of part {part}",
-                given=f"{spec.item_kind} of {tuple(spec.axes)}",
-                expected=f"page of {_AXES}",
-                consequence="heads and tokens would be swapped between peers",
-                remedy="declare the axes that this pool stores",
-            )
-        if spec.dtype not in _DTYPES:
-            raise LayoutError(
-                f"{spec.component} of part {part}",
-                given=spec.dtype,
-                expected=" or ".join(_DTYPES),
-                consequence="the pool cannot store it",
-                remedy="choose one of these dtypes",
-            )
-    if len(set(key.layer_ids)) != len(key.layer_ids):
+    one, two = specs[first], specs[second]
+    if one.total_heads != two.total_heads or tuple(one.layer_ids) != tuple(two.layer_ids):
         raise LayoutError(
-            f"layer_ids of part {part}",
-            given=tuple(key.layer_ids),
-            expected="distinct ids",
-            consequence="the second owner of an id would have storage that no view and no transfer reaches",
-            remedy="number every layer that owns K and V; MhaPool holds one K and one V a layer id",
-        )
-    if key.total_heads != value.total_heads or tuple(key.layer_ids) != tuple(value.layer_ids):
-        raise LayoutError(
-            f"key and value of part {part}",
-            given=f"{key.total_heads} heads on {tuple(key.layer_ids)}; {value.total_heads} on {tuple(value.layer_ids)}",
+            f"{first} and {second} of part {part}",
+            given=f"{one.total_heads} heads on {tuple(one.layer_ids)}; {two.total_heads} on {tuple(two.layer_ids)}",
             expected="the same heads and layers for both",
-            consequence="a K would have no V",
+            consequence=f"a {first} would have no {second}",
             remedy="declare both over the same layers",
         )
-    return key, value
 
 
-def _stage_layers(
-    specs: Specs,
-    parts: Sequence[PartName],
-    layer_ids: Mapping[PartName, Sequence[int]] | Sequence[int] | None,
-) -> dict[PartName, tuple[int, ...]]:
+def _owned(specs: Specs, part: PartName) -> tuple[int, ...]:
+    """Layers of a part that own any component, in the order of their first mention."""
+    return tuple(dict.fromkeys(layer for (_, of), spec in specs.items() if of == part for layer in spec.layer_ids))
+
+
+def _stage_layers(specs: Specs, parts: Sequence[PartName], layer_ids: LayerIds) -> dict[PartName, tuple[int, ...]]:
     if layer_ids is None:
-        return {part: tuple(_pair(specs, part)[0].layer_ids) for part in parts}
+        return {part: _owned(specs, part) for part in parts}
     if not isinstance(layer_ids, Mapping):
         layer_ids = {"target": layer_ids}
     unknown = [part for part in layer_ids if part not in parts]
@@ -197,7 +216,7 @@ def _stage_layers(
         )
     stage = {}
     for part in parts:
-        layers, known = tuple(layer_ids[part]), tuple(_pair(specs, part)[0].layer_ids)
+        layers, known = tuple(layer_ids[part]), _owned(specs, part)
         if len(set(layers)) != len(layers) or not set(layers) <= set(known):
             raise LayoutError(
                 f"layer_ids of part {part}",

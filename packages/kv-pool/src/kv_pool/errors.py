@@ -12,6 +12,7 @@ __all__ = [
     "AliasedRows",
     "CacheError",
     "DeviceMismatch",
+    "DeviceUnavailable",
     "DoubleFree",
     "DtypeMismatch",
     "ForeignPage",
@@ -30,6 +31,7 @@ __all__ = [
     "SlotOutOfRange",
     "TableError",
     "UnheldComponent",
+    "UnknownForm",
     "UnknownLayer",
     "UnknownWriter",
     "UnmirroredComponent",
@@ -82,6 +84,14 @@ class HeadRangeError(LayoutError):
 
 class PoolSizeError(KvPoolError, ValueError):
     """The pool's size does not fit its page size or its writer's index width."""
+
+
+class DeviceUnavailable(KvPoolError, RuntimeError):
+    """A device text that names no device, or a device that this process cannot reach."""
+
+
+class UnknownForm(KvPoolError, ValueError):
+    """A form of view that does not exist, or that the width of the component does not allow."""
 
 
 class UnknownLayer(KvPoolError, LookupError):

@@ -1,7 +1,7 @@
 """Owns the life of device pages in a cache: taken from the allocator, and overwritten when nobody holds them any more.
 
-A freed page is filled with NaN (or -1 for integers), so that a read through a stale block table shows at once. It does
-not choose which pages to free.
+A freed page is filled with NaN (or all bits set, for integers), so that a read through a stale block table shows at
+once. It does not choose which pages to free.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 if TYPE_CHECKING:
     from kv_pool.allocator import PageAllocator
-    from kv_pool.hicache.host_pool import HostPool
+    from kv_pool.hicache.host_pool import HostPool, Mirror
     from kv_pool.tables import IndexLike, IntArray
 
 __all__ = ["DevicePages"]
@@ -23,7 +24,7 @@ class DevicePages:
 
     def __init__(self, allocator: PageAllocator, host: HostPool, *, poison: bool) -> None:
         self._allocator = allocator
-        self._storages = [mirror.device for mirror in host.mirrors] if poison else []
+        self._storages = [storage for mirror in host.mirrors for storage in _pages_second(mirror)] if poison else []
 
     @property
     def available(self) -> int:
@@ -54,4 +55,14 @@ class DevicePages:
             return
         for run in np.split(freed, np.flatnonzero(np.diff(freed) != 1) + 1):
             for storage in self._storages:
-                storage[:, int(run[0]) : int(run[-1]) + 1].fill_(float("nan") if storage.is_floating_point() else -1)
+                storage[:, int(run[0]) : int(run[-1]) + 1].fill_(_poison(storage.dtype))
+
+
+def _pages_second(mirror: Mirror) -> list[torch.Tensor]:
+    """The device memory of a mirror as tensors whose second axis is pages, as few as possible."""
+    return [mirror.parent] if mirror.parent is not None else [layer.unsqueeze(0) for layer in mirror.layers]
+
+
+def _poison(dtype: torch.dtype) -> float:
+    """NaN, or all bits set; a packed record of 8-bit floats reads that as NaN too."""
+    return float("nan") if dtype.is_floating_point else 255 if dtype == torch.uint8 else -1

@@ -7,7 +7,7 @@ which tokens lie in which page (see `controller`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
@@ -29,7 +29,7 @@ ALIGNMENT = 65536
 
 
 class MirroredPool(Protocol):
-    """What a host pool needs to know of a device pool; `MhaPool` is one."""
+    """What a host pool needs to know of a device pool; every `kv_pool.Pool` is one."""
 
     @property
     def page_size(self) -> int:
@@ -46,11 +46,15 @@ class MirroredPool(Protocol):
     def manifest(self) -> RankManifest:
         """Every buffer by name."""
 
-    def storage(self, component: Literal["key", "value"], part: PartName = "target") -> torch.Tensor:
-        """A component over all its layers. Shape: [layers, num_pages, page_size, heads, dims]; contiguous."""
+    @property
+    def components(self) -> Sequence[tuple[Component, PartName]]:
+        """Every component of every part that has storage."""
 
-    def layer_ids(self, part: PartName = "target") -> tuple[int, ...]:
-        """Global layer ids of a part, in storage order."""
+    def layers(self, component: Component, part: PartName = "target") -> Sequence[torch.Tensor]:
+        """A component layer by layer. Shape of each: [num_pages, page_size, heads, dims]; contiguous."""
+
+    def layer_ids(self, part: PartName = "target", component: Component | None = None) -> tuple[int, ...]:
+        """Global layer ids of a part, or of one component of it, in storage order."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,8 @@ class Mirror:
         component: Which component.
         part: Which part.
         layer_ids: Global layer ids, in the order of the layer axes.
-        device: Shape: [layers, device pages, page_size, heads, dims]; contiguous.
+        layers: Device memory, a tensor a layer. Shape of each: [device pages, page_size, heads, dims]; contiguous.
+        parent: The same memory in one tensor, where it lies so; see `device`.
         storage: The host memory as its layout spells it; contiguous.
         host: The same memory as [host pages, layers, page_size, heads, dims], whatever the layout.
     """
@@ -69,9 +74,22 @@ class Mirror:
     component: Component
     part: PartName
     layer_ids: tuple[int, ...]
-    device: torch.Tensor
+    layers: tuple[torch.Tensor, ...]
+    parent: torch.Tensor | None
     storage: torch.Tensor
     host: torch.Tensor
+
+    @property
+    def device(self) -> torch.Tensor:
+        """Device memory over all layers. Shape: [layers, device pages, page_size, heads, dims]; contiguous.
+
+        Raises:
+            UnmirroredComponent: The layers do not lie in one tensor (adopted storage); take `layers`.
+        """
+        if self.parent is None:
+            what = "layers in tensors of their own"
+            raise _unmirrored(self.component, self.part, self.layer_ids, what)
+        return self.parent
 
     @property
     def page_bytes(self) -> int:
@@ -97,7 +115,8 @@ class HostPool:
 
     Raises:
         HostPoolError: Fewer than one page, an unknown layout, or pinned memory for a CPU.
-        UnmirroredComponent: A buffer of the manifest is not where `pool.storage` says.
+        UnmirroredComponent: A buffer of the manifest is not where `pool.layers` says, or storage that no manifest entry
+            names.
     """
 
     def __init__(
@@ -210,26 +229,27 @@ def _declared(pool: MirroredPool) -> Mapping[tuple[Component, PartName], tuple[i
     for entry in pool.manifest().entries:
         layers = declared.get((entry.component, entry.part), ())
         try:
-            storage = pool.storage(entry.component, entry.part)  # type: ignore[arg-type]
-            place = storage[pool.layer_ids(entry.part).index(entry.layer_id)].data_ptr()
+            ids = pool.layer_ids(entry.part, entry.component)
+            layer = pool.layers(entry.component, entry.part)[ids.index(entry.layer_id)]
         except (KvPoolError, LookupError, ValueError) as error:
             raise _unmirrored(entry.component, entry.part, entry.layer_id, "no storage") from error
-        if place != entry.address or entry.layer_id in layers or not storage.is_contiguous():
+        if layer.data_ptr() != entry.address or entry.layer_id in layers or not layer.is_contiguous():
             raise _unmirrored(entry.component, entry.part, entry.layer_id, "storage elsewhere")
         declared[entry.component, entry.part] = (*layers, entry.layer_id)
-    for component, part in declared:
-        if set(declared[component, part]) != set(pool.layer_ids(part)):
-            raise _unmirrored(component, part, declared[component, part], "not all layers of the part")
-    return {key: pool.layer_ids(key[1]) for key in declared}
+    for component, part in pool.components:
+        held = pool.layer_ids(part, component)
+        if set(declared.get((component, part), ())) != set(held):
+            raise _unmirrored(component, part, held, "storage without a manifest entry")
+    return {(component, part): pool.layer_ids(part, component) for component, part in declared}
 
 
 def _unmirrored(component: str, part: str, layer: object, what: str) -> UnmirroredComponent:
     return UnmirroredComponent(
         "pool",
         given=f"{component} of part {part}, layer {layer}: {what}",
-        expected="every buffer of the manifest in pool.storage(component, part)",
+        expected="every buffer of the manifest in pool.layers(component, part), and all layers in the manifest",
         consequence="a page that comes back from the host would lack it",
-        remedy="let the pool give the storage of all its components, contiguous over the layers",
+        remedy="let the pool publish and hand out the storage of all its components",
     )
 
 
@@ -253,18 +273,29 @@ def _mirror(
     layout: HostLayout,
     pinned: bool,
 ) -> Mirror:
-    device = pool.storage(component, part)  # type: ignore[arg-type]
-    layers, _, page_size, heads, dims = device.shape
+    tensors = tuple(pool.layers(component, part))
+    layers, (_, page_size, heads, dims), dtype = len(tensors), tensors[0].shape, tensors[0].dtype
     shape, order = {
         "layer_first": ((layers, pages, page_size, heads, dims), (1, 0, 2, 3, 4)),
         "page_first": ((pages, page_size, layers, heads, dims), (0, 2, 1, 3, 4)),
         "page_first_direct": ((pages, layers, page_size, heads, dims), (0, 1, 2, 3, 4)),
     }[layout]
     count = layers * pages * page_size * heads * dims
-    memory = _aligned(count * device.element_size(), pinned).view(device.dtype).view(shape)
+    memory = _aligned(count * dtype.itemsize, pinned).view(dtype).view(shape)
     flat = {
         "layer_first": (layers, pages * page_size, heads, dims),
         "page_first": (pages * page_size, layers, heads, dims),
         "page_first_direct": shape,
     }[layout]
-    return Mirror(component, part, layer_ids, device, memory.view(flat), memory.permute(order))
+    return Mirror(component, part, layer_ids, tensors, _joined(tensors), memory.view(flat), memory.permute(order))
+
+
+def _joined(layers: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+    """The layers as one tensor without a copy, if they follow one another in one storage."""
+    first, step = layers[0], layers[0].numel()
+    for number, layer in enumerate(layers):
+        alike = layer.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not alike or layer.storage_offset() != first.storage_offset() + number * step:
+            return None
+    strides = (step, *first.stride())
+    return first.as_strided((len(layers), *first.shape), strides, first.storage_offset())

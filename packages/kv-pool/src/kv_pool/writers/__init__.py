@@ -20,15 +20,17 @@ WriterName: TypeAlias = Literal["auto", "index", "scatter_nd", "reshape_and_cach
 
 @runtime_checkable
 class Writer(Protocol):
-    """Stores rows of K and V at slots of one layer.
+    """Stores rows of one component, or of K and V together, at slots of one layer.
 
     Attributes:
         name: Name under which it is chosen.
         max_slots: Most slots that its index can address.
+        pairs_only: Whether it can store K and V together only.
     """
 
     name: str
     max_slots: int
+    pairs_only: bool
 
     def write(
         self,
@@ -49,6 +51,19 @@ class Writer(Protocol):
 
         Raises:
             WriteError: Something does not fit; nothing was written.
+        """
+
+    def write_rows(self, cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Store `rows[i]` of one component at `slots[i]`.
+
+        Args:
+            cache: Shape: [pages, page_size, heads, dims]; contiguous. Mutated.
+            slots: Shape: [tokens]; the integer dtypes that the writer declares.
+            rows: Shape: [tokens, heads, dims]; dtype of `cache`.
+
+        Raises:
+            WriteError: Something does not fit; nothing was written.
+            UnknownWriter: The writer stores pairs only.
         """
 
 

@@ -5,21 +5,26 @@ Only facts that the host knows without asking a device; the values of slots are 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeAlias
+
 import torch
 
 from kv_pool.errors import AliasedRows, DeviceMismatch, DtypeMismatch, RowMismatch, SlotOutOfRange, WidthMismatch
 
-__all__ = ["check_apart", "check_slot_values", "check_write"]
+__all__ = ["Store", "as_bits", "check_apart", "check_slot_values", "check_write"]
+
+Store: TypeAlias = "tuple[str, torch.Tensor, torch.Tensor]"
+"""Name of a component, its rows, and the cache that they go into."""
 
 
-def check_write(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slots: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    slot_dtypes: tuple[torch.dtype, ...],
-) -> None:
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A view as int8 of dtypes that operators do not know: unsigned bytes and 8-bit floats. Others as they are."""
+    known = tensor.element_size() > 1 or tensor.dtype == torch.int8
+    return tensor if known else tensor.view(torch.int8)
+
+
+def check_write(slots: torch.Tensor, stores: Sequence[Store], slot_dtypes: tuple[torch.dtype, ...]) -> None:
     """Refuse a write that does not fit; see `Writer.write` for what fits."""
     if slots.ndim != 1:
         raise RowMismatch(
@@ -37,7 +42,7 @@ def check_write(
             consequence="a cast would wrap large slots or wait for the device",
             remedy="build the slots in that dtype (kv_pool.narrow_slots), or choose another writer",
         )
-    for name, rows, cache in (("key", key, key_cache), ("value", value, value_cache)):
+    for name, rows, cache in stores:
         if rows.ndim != 3 or rows.shape[1:] != cache.shape[2:]:
             raise WidthMismatch(
                 name,
@@ -62,23 +67,22 @@ def check_write(
                 consequence="a hidden cast would round differently on each backend",
                 remedy=f"cast it with .to({cache.dtype}) before the write",
             )
-    for name, tensor in (("slots", slots), ("key", key), ("value", value)):
-        if tensor.device != key_cache.device:
+    device = stores[0][2].device
+    for name, tensor in (("slots", slots), *((name, rows) for name, rows, _ in stores)):
+        if tensor.device != device:
             raise DeviceMismatch(
                 name,
                 given=tensor.device,
-                expected=f"{key_cache.device} (the pool's device)",
+                expected=f"{device} (the pool's device)",
                 consequence="the write would wait for a copy, and could not be captured",
                 remedy="move it to the pool's device first",
             )
 
 
-def check_apart(
-    key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> None:
+def check_apart(slots: torch.Tensor, stores: Sequence[Store]) -> None:
     """Refuse sources that share memory with the layer; outside `check_write`, which must stay traceable."""
-    for name, tensor in (("slots", slots), ("key", key), ("value", value)):
-        for cache in (key_cache, value_cache):
+    for name, tensor in (("slots", slots), *((name, rows) for name, rows, _ in stores)):
+        for _, _, cache in stores:
             if _share_memory(tensor, cache):
                 raise AliasedRows(
                     name,

@@ -28,11 +28,13 @@ class MoverCapabilities:
         layouts: Host layouts that it serves.
         devices: Device types that it serves; `None` is any.
         granularity: Smallest thing that it moves: a whole page of one layer, or a whole page of all layers.
+        one_tensor: Whether it needs all layers of a component in one device tensor.
     """
 
     layouts: frozenset[HostLayout]
     devices: frozenset[str] | None
     granularity: Literal["layer_page", "page"]
+    one_tensor: bool = False
 
     def supports(self, layout: HostLayout, device_type: str) -> bool:
         """Whether it serves a host layout on a device type."""
@@ -79,7 +81,7 @@ class Mover(Protocol):
 
 _MOVERS: dict[str, tuple[MoverCapabilities, str]] = {
     "dim_exchange": (
-        MoverCapabilities(frozenset({"page_first_direct"}), frozenset({"npu"}), "page"),
+        MoverCapabilities(frozenset({"page_first_direct"}), frozenset({"npu"}), "page", one_tensor=True),
         "kv_pool.hicache.movers.npu.dim_exchange:DimExchangeMover",
     ),
     "indexed": (
@@ -94,27 +96,40 @@ def mover_names(layout: HostLayout, device_type: str) -> tuple[str, ...]:
     return tuple(name for name, (can, _) in _MOVERS.items() if can.supports(layout, device_type))
 
 
-def create_mover(name: MoverName, host: HostPool) -> Mover:
+def create_mover(name: MoverName, host: HostPool, *, threads: int = 1) -> Mover:
     """Create the mover `name` for a host pool and the device pool that it mirrors.
 
     Args:
-        name: A mover, or `"auto"`: the first of `mover_names`.
+        name: A mover, or `"auto"`: the first of `mover_names` that serves the pool's storage.
         host: The host pool.
+        threads: Threads that copy in host memory, the caller's among them; a pool on a device needs no more than one.
 
     Raises:
         UnsupportedMover: No such mover, it does not serve the layout on the device, or its operator is missing.
     """
     device = host.pool.device.type
-    eligible = mover_names(host.layout, device)
+    scattered = any(mirror.parent is None for mirror in host.mirrors)
+    eligible = tuple(
+        known for known in mover_names(host.layout, device) if not (scattered and _MOVERS[known][0].one_tensor)
+    )
     chosen = eligible[0] if name == "auto" and eligible else name
     if chosen not in eligible:
         raise UnsupportedMover(
             "mover",
-            given=f"{name} for layout {host.layout} on {device}",
+            given=f"{name} for layout {host.layout} on {device}{', a tensor a layer' if scattered else ''}",
             expected=f"auto or one of {list(eligible)}",
             consequence="the first copy would fail when the first request ends",
             remedy="choose another mover, or the host layout that it serves",
         )
     capabilities, place = _MOVERS[chosen]
     module, _, attribute = place.partition(":")
-    return cast(Mover, getattr(import_module(module), attribute)(host, capabilities))
+    if threads < 1 or (threads > 1 and device != "cpu"):
+        raise UnsupportedMover(
+            "threads",
+            given=f"{threads} on {device}",
+            expected="at least 1; exactly 1 on a device, whose copies are its streams' work",
+            consequence="copies would be issued to another thread's stream",
+            remedy="leave it at 1",
+        )
+    options = {"threads": threads} if threads > 1 else {}
+    return cast(Mover, getattr(import_module(module), attribute)(host, capabilities, **options))

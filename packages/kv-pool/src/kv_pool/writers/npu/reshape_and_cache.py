@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch_npu
 
-from kv_pool.errors import DtypeMismatch
+from kv_pool.errors import DtypeMismatch, UnknownWriter
 from kv_pool.writers._checks import check_apart, check_write
 
 __all__ = ["ReshapeAndCacheWriter"]
@@ -21,6 +21,17 @@ class ReshapeAndCacheWriter:
 
     name = "reshape_and_cache"
     max_slots = 2**31
+    pairs_only = True
+
+    def write_rows(self, cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """See `Writer.write_rows`; always refused."""
+        raise UnknownWriter(
+            "writer",
+            given=self.name,
+            expected="a writer of single components",
+            consequence="the operator stores K and V together only",
+            remedy="use the scatter_nd or index writer",
+        )
 
     def write(
         self,
@@ -31,8 +42,9 @@ class ReshapeAndCacheWriter:
         value: torch.Tensor,
     ) -> None:
         """See `Writer.write`."""
-        check_write(key_cache, value_cache, slots, key, value, (torch.int32,))
-        check_apart(key_cache, value_cache, slots, key, value)
+        stores = (("key", key, key_cache), ("value", value, value_cache))
+        check_write(slots, stores, (torch.int32,))
+        check_apart(slots, stores)
         if key_cache.dtype not in _DTYPES or key_cache.dtype != value_cache.dtype:
             raise DtypeMismatch(
                 "key, value",

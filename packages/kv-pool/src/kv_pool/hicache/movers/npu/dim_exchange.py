@@ -17,6 +17,8 @@ from kv_pool.errors import MoveRefused, UnsupportedMover
 from kv_pool.hicache.movers._checks import check_pages
 
 if TYPE_CHECKING:
+    from kv_planner import Component
+
     from kv_pool.hicache.host_pool import HostPool, Mirror
     from kv_pool.hicache.movers import MoverCapabilities
     from kv_pool.tables import IndexLike, IntArray
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["DimExchangeMover"]
 
 _HOST_TO_DEVICE, _DEVICE_TO_HOST, _TWO_DIMENSIONAL = 1, 2, 2
+_PARTNERS: dict[Component, Component] = {"key": "value", "latent": "rope"}
 _ARGUMENTS = (
     "device_k", "host_k", "device_v", "host_v", "device_indices", "host_indices", "page_size", "direct", "flags",
 )  # fmt: skip
@@ -32,8 +35,9 @@ _ARGUMENTS = (
 class DimExchangeMover:
     """Moves pages of all layers at once; a single layer is refused.
 
-    One call moves the key and value of one part, each with its own width. The operator takes heads and item size from
-    its first tensor alone, so components that differ in either go in calls of their own.
+    One call moves two components of one part that belong together (key and value, latent and rope), each with its own
+    width. The operator takes heads and item size from its first tensor alone, so components that differ in either go
+    in calls of their own, and so does every other component.
 
     Raises:
         UnsupportedMover: The operator is not there, or has other arguments.
@@ -79,19 +83,20 @@ class DimExchangeMover:
 
 
 def _pairs(mirrors: tuple[Mirror, ...]) -> list[tuple[torch.Tensor, ...]]:
-    """The tensors of each call: a key with the value of its part where they agree in heads and item size."""
+    """The tensors of each call: two components of a part where they agree in heads and item size, others alone."""
     calls: list[tuple[torch.Tensor, ...]] = []
-    values = {mirror.part: mirror for mirror in mirrors if mirror.component == "value"}
+    waiting = {(mirror.component, mirror.part): mirror for mirror in mirrors}
     for mirror in mirrors:
-        if mirror.component == "value":
+        if waiting.pop((mirror.component, mirror.part), None) is None:
             continue
-        value = values.get(mirror.part)
-        if mirror.component == "key" and value is not None and _alike(mirror, value):
-            del values[mirror.part]
-            calls.append((mirror.device, mirror.host, value.device, value.host))
+        partner = _PARTNERS.get(mirror.component)
+        second = waiting.get((partner, mirror.part)) if partner is not None else None
+        if second is not None and _alike(mirror, second):
+            del waiting[second.component, second.part]
+            calls.append((mirror.device, mirror.host, second.device, second.host))
         else:
             calls.append((mirror.device, mirror.host, *_nothing(mirror)))
-    return calls + [(value.device, value.host, *_nothing(value)) for value in values.values()]
+    return calls
 
 
 def _alike(key: Mirror, value: Mirror) -> bool:

@@ -1,0 +1,298 @@
+"""Owns pools whose layers attend differently: full attention and a sliding window, each group with its own geometry.
+
+One map, from pages of the full group to pages of the window group, is the only place that says where a token lies in
+the window group: block tables and write locations of both groups come from the same slots. It does not own memory (each
+group is an `MhaPool`) and does not know requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kv_pool.allocator import PageAllocator
+from kv_pool.errors import ForeignPage, LayoutError, OutOfPages, TableError
+from kv_pool.mha import MhaPool
+from kv_pool.tables import IndexLike, IntArray, as_index_array
+
+if TYPE_CHECKING:
+    from kv_planner import ModelLayout
+    from kv_planner import Part as PartName
+
+__all__ = ["HybridPool", "WindowPages", "WriteSlots"]
+
+
+@dataclass(frozen=True)
+class WriteSlots:
+    """Where the rows of one step go, in each group.
+
+    Attributes:
+        full: Slots of the full group. Shape: [tokens]; dtype int64, on the pool's device.
+        window: Slots of the window group; those of page 0 for tokens that have left the window. Shape: [tokens].
+    """
+
+    full: torch.Tensor
+    window: torch.Tensor
+
+
+class WindowPages:
+    """Pages of both groups, and which window page a full page has.
+
+    Invariants, true before and after every call:
+
+    1. a full page that is free has no window page; no window page belongs to two full pages;
+    2. a window page is held exactly while a full page names it;
+    3. a refused call changes nothing.
+
+    Args:
+        full: Allocator of the full group; shared with nobody else.
+        window: Allocator of the window group, of the same page size.
+
+    Raises:
+        LayoutError: The page sizes differ.
+    """
+
+    def __init__(self, full: PageAllocator, window: PageAllocator) -> None:
+        if full.page_size != window.page_size:
+            raise LayoutError(
+                "window.page_size",
+                given=window.page_size,
+                expected=full.page_size,
+                consequence="one page of a group would lie in two of the other",
+                remedy="give both groups one page size",
+            )
+        self._full = full
+        self._window = window
+        self._map: IntArray = np.zeros(full.num_pages, dtype=np.int64)
+
+    @property
+    def full(self) -> PageAllocator:
+        """Pages of the full group; take and give them back through this class."""
+        return self._full
+
+    @property
+    def window(self) -> PageAllocator:
+        """Pages of the window group; take and give them back through this class."""
+        return self._window
+
+    def alloc(self, count: int) -> IntArray:
+        """Take `count` full pages, each with a window page.
+
+        Returns:
+            Full pages. Shape: [count]; dtype int64.
+
+        Raises:
+            OutOfPages: One of the groups has too few; none is taken.
+        """
+        if count > self._window.available:
+            raise OutOfPages(
+                "count",
+                given=count,
+                expected=f"at most {self._window.available} free pages of the window group",
+                consequence="no page was taken",
+                remedy="let pages leave the window (leave), or release requests",
+            )
+        pages = self._full.alloc(count)
+        self._map[pages] = self._window.alloc(count)
+        return pages
+
+    def retain(self, pages: IndexLike) -> None:
+        """Add one holder to each full page; see `PageAllocator.retain`."""
+        self._full.retain(pages)
+
+    def release(self, pages: IndexLike) -> None:
+        """Drop one holder of each full page; those that are free then lose their window page too.
+
+        Raises:
+            ForeignPage, DoubleFree: See `PageAllocator.release`. Nothing is released.
+        """
+        ids = as_index_array("pages", pages, ForeignPage)
+        self._full.release(ids)
+        freed = np.unique(ids[self._full.holders(ids) == 0])
+        self._drop(freed[self._map[freed] > 0])
+
+    def leave(self, pages: IndexLike) -> int:
+        """Let full pages leave the window: their window pages are free, they themselves stay.
+
+        Returns:
+            Window pages that became free; pages that had left before count nothing.
+
+        Raises:
+            ForeignPage: A page that nobody holds.
+        """
+        ids = np.unique(as_index_array("pages", pages, ForeignPage))
+        free = ids[self._full.holders(ids) == 0]
+        if free.size:
+            raise ForeignPage(
+                "pages",
+                given=free.tolist(),
+                expected="pages that somebody holds",
+                consequence="the window page of the next owner would be freed",
+                remedy="let pages leave before they are released",
+            )
+        inside = ids[self._map[ids] > 0]
+        self._drop(inside)
+        return int(inside.size)
+
+    def window_pages(self, pages: IndexLike) -> IntArray:
+        """Return the window page of each full page, 0 for those that have left. Shape: [pages]; dtype int64."""
+        ids = as_index_array("pages", pages, ForeignPage)
+        self._full.holders(ids[ids > 0])  # refuses what is no page of the pool; page 0 maps to page 0
+        if ids.size and int(ids.min()) < 0:
+            raise ForeignPage(
+                "pages",
+                given=int(ids.min()),
+                expected=f"pages in 0..{self._full.num_pages - 1}",
+                consequence="a negative page would wrap around to the end of the pool",
+                remedy="pass pages of the full group, padding as 0",
+            )
+        found: IntArray = self._map[ids]
+        return found
+
+    def window_slots(self, slots: IndexLike) -> IntArray:
+        """Return the window slot of each full slot; slots of page 0 for those that have left, or are padding."""
+        ids = as_index_array("slots", slots)
+        size = self._full.page_size
+        return self.window_pages(ids // size) * size + ids % size
+
+    def window_table(self, table: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Return the block table of the window group for one of the full group.
+
+        Args:
+            table: Shape: [rows, pages]; dtype int32, padded with 0.
+
+        Raises:
+            TableError: Not such a table.
+        """
+        if table.ndim != 2 or table.dtype != np.int32:
+            raise TableError(
+                "table",
+                given=f"{table.dtype} of shape {table.shape}",
+                expected="int32 of shape [rows, pages]",
+                consequence="rows could not be told apart",
+                remedy="build it with block_table",
+            )
+        found: npt.NDArray[np.int32] = self.window_pages(table.reshape(-1)).astype(np.int32)
+        return found.reshape(table.shape[0], table.shape[1])
+
+    def verify(self) -> None:
+        """Check the invariants with a full pass over both groups.
+
+        Raises:
+            IntegrityError: An allocator contradicts itself.
+            LayoutError: The map names a window page twice, for a free page, or one that nobody holds.
+        """
+        self._full.verify()
+        self._window.verify()
+        named = np.flatnonzero(self._map)
+        windows = self._map[named]
+        unowned = bool((self._full.holders(named) == 0).any() or (self._window.holders(windows) != 1).any())
+        if unowned or np.unique(windows).size != windows.size or windows.size != self._window.held:
+            raise LayoutError(
+                "window map",
+                given=dict(zip(named.tolist(), windows.tolist(), strict=True)),
+                expected=f"{self._window.held} held window pages, each named by one held full page",
+                consequence="two requests would write into the same window page",
+                remedy="take and release pages of both groups through WindowPages alone",
+            )
+
+    def _drop(self, full_pages: IntArray) -> None:
+        self._window.release(self._map[full_pages])
+        self._map[full_pages] = 0
+
+
+class HybridPool:
+    """Two groups of layers over one set of full pages.
+
+    Invariants:
+
+    1. A layer id belongs to one group, target and draft alike.
+    2. Both groups have one page size and one device.
+    3. Each group has a manifest of its own: their geometries differ, and so do their page ids.
+
+    Args:
+        full: Pool of the layers that attend to everything.
+        window: Pool of the layers that attend to a window.
+
+    Raises:
+        LayoutError: The groups share a layer, or differ in page size or device.
+    """
+
+    def __init__(self, full: MhaPool, window: MhaPool) -> None:
+        ids = [{layer for part in pool.parts for layer in pool.layer_ids(part)} for pool in (full, window)]
+        rules: list[tuple[str, object, object]] = [
+            ("layers of both groups", sorted(ids[0] & ids[1]), []),
+            ("window.page_size", window.page_size, full.page_size),
+            ("window.device", window.device, full.device),
+        ]
+        for argument, given, expected in rules:
+            if given != expected:
+                raise LayoutError(
+                    argument,
+                    given=given,
+                    expected=expected,
+                    consequence="one step could not write both groups",
+                    remedy="make both pools for one model on one device, each with its own layers",
+                )
+        self._groups = {"full": full, "window": window}
+        self._group_of = {layer: pool for pool, held in zip((full, window), ids, strict=True) for layer in held}
+        self.pages = WindowPages(
+            PageAllocator(full.num_pages, full.page_size), PageAllocator(window.num_pages, window.page_size)
+        )
+
+    @property
+    def full(self) -> MhaPool:
+        """The group that attends to everything."""
+        return self._groups["full"]
+
+    @property
+    def window(self) -> MhaPool:
+        """The group that attends to a window."""
+        return self._groups["window"]
+
+    @property
+    def layouts(self) -> tuple[ModelLayout, ModelLayout]:
+        """Layouts of the full and of the window group."""
+        return self.full.layout, self.window.layout
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all storage."""
+        return self.full.nbytes + self.window.nbytes
+
+    def group_of(self, layer_id: int, part: PartName = "target") -> MhaPool:
+        """Return the pool that holds a layer.
+
+        Raises:
+            UnknownLayer: Neither does.
+        """
+        pool = self._group_of.get(layer_id, self.full)
+        pool.key(layer_id, part)
+        return pool
+
+    def locate(self, slots: IndexLike) -> WriteSlots:
+        """Return where rows go in both groups, once a step; not to be called inside graph capture.
+
+        Args:
+            slots: Slots of the full group. Shape: [tokens]; padding names slot 0.
+        """
+        ids = as_index_array("slots", slots)
+        window = self.pages.window_slots(ids)
+        device = self.full.device
+        return WriteSlots(torch.from_numpy(ids.copy()).to(device), torch.from_numpy(window).to(device))
+
+    def write(
+        self,
+        layer_id: int,
+        slots: WriteSlots,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        part: PartName = "target",
+    ) -> None:
+        """Store one row of K and of V a token in the layer's own group; see `MhaPool.write`."""
+        pool = self.group_of(layer_id, part)
+        pool.write(layer_id, slots.full if pool is self.full else slots.window, key, value, part)
