@@ -11,6 +11,7 @@ from kv_pool.allocator import PageAllocator
 from kv_pool.copies import PageCopy
 from kv_pool.errors import (
     AliasedRows,
+    BudgetError,
     CacheError,
     DeviceMismatch,
     DeviceUnavailable,
@@ -40,9 +41,11 @@ from kv_pool.errors import (
     WidthMismatch,
     WriteError,
 )
+from kv_pool.host_memory import available_host_bytes
 from kv_pool.hybrid import HybridPool, WindowPages, WriteSlots
 from kv_pool.mha import MhaPool
 from kv_pool.mla import MlaPool, packed_record_bytes
+from kv_pool.sizing import MemoryPlan, PoolBudget, PoolShare, plan_memory
 from kv_pool.slots import SlotAllocator
 from kv_pool.state import StateKind, StatePool
 from kv_pool.tables import block_table, narrow_slots, slots_for
@@ -50,6 +53,7 @@ from kv_pool.writers import Writer, WriterName, create_writer, writer_names
 
 __all__ = [
     "AliasedRows",
+    "BudgetError",
     "CacheError",
     "DeviceMismatch",
     "DeviceUnavailable",
@@ -63,6 +67,7 @@ __all__ = [
     "IntegrityError",
     "KvPoolError",
     "LayoutError",
+    "MemoryPlan",
     "MhaPool",
     "MlaPool",
     "MoveRefused",
@@ -71,6 +76,8 @@ __all__ = [
     "PageCopy",
     "PageError",
     "Pool",
+    "PoolBudget",
+    "PoolShare",
     "PoolSizeError",
     "RowMismatch",
     "SharedTail",
@@ -92,10 +99,12 @@ __all__ = [
     "Writer",
     "WriterName",
     "adopt",
+    "available_host_bytes",
     "block_table",
     "create_writer",
     "narrow_slots",
     "packed_record_bytes",
+    "plan_memory",
     "slots_for",
     "writer_names",
 ]

@@ -10,6 +10,7 @@ from typing import Any
 
 __all__ = [
     "AliasedRows",
+    "BudgetError",
     "CacheError",
     "DeviceMismatch",
     "DeviceUnavailable",
@@ -92,6 +93,10 @@ class DeviceUnavailable(KvPoolError, RuntimeError):
 
 class UnknownForm(KvPoolError, ValueError):
     """A form of view that does not exist, or that the width of the component does not allow."""
+
+
+class BudgetError(KvPoolError, ValueError):
+    """A memory budget that cannot be kept, or that would differ between ranks."""
 
 
 class UnknownLayer(KvPoolError, LookupError):

@@ -1,0 +1,270 @@
+"""Owns how many tokens fit: one budget over all pools, draft parts, ranks and host pools, the same on every rank.
+
+Pure arithmetic over layouts and placements; every rank that is given the same arguments gets the same answer. It does
+not allocate, and it does not measure what is free (see `host_memory`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from kv_planner import ModelLayout, Placement, PlanError
+
+from kv_pool._geometry import derive_geometry
+from kv_pool._storage import TORCH_DTYPES
+from kv_pool.errors import BudgetError, KvPoolError
+
+if TYPE_CHECKING:
+    from kv_planner import Component
+    from kv_planner import Part as PartName
+
+__all__ = ["MemoryPlan", "PoolBudget", "PoolShare", "plan_memory", "request_from_json"]
+
+_HOLDS: tuple[Component, ...] = ("key", "value", "latent", "rope", "index_key", "index_scale", "state")
+_PIECE = 65536  # host memory is registered in pieces of this size
+_DRAFT = "draft"
+
+
+@dataclass(frozen=True)
+class PoolShare:
+    """One pool of the budget.
+
+    Attributes:
+        name: Its name in the answer.
+        layout: What it holds over all ranks; target and draft parts.
+        share: Tokens of this pool for one token of the plan: 1 for full attention, less for a window. A pool of pages.
+        requests: Rows of this pool, for one of request rows; such a pool does not grow with the tokens.
+        layer_ids: Layers of each pipeline stage, by rank; all layers when there is one stage.
+        on_host: Whether a host pool mirrors it.
+    """
+
+    name: str
+    layout: ModelLayout
+    share: float = 1.0
+    requests: int | None = None
+    layer_ids: Sequence[Mapping[PartName, Sequence[int]] | Sequence[int]] | None = None
+    on_host: bool = True
+
+
+@dataclass(frozen=True)
+class PoolBudget:
+    """What one pool gets on one rank.
+
+    Attributes:
+        name: The pool.
+        placement: The rank.
+        items: Pages or rows, item 0 included.
+        item_bytes: Bytes of an item over all components and layers of the rank.
+        host_items: Items of its host pool, item 0 included; 0 without one.
+    """
+
+    name: str
+    placement: Placement
+    items: int
+    item_bytes: int
+    host_items: int
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes."""
+        return self.items * self.item_bytes
+
+    @property
+    def host_nbytes(self) -> int:
+        """Host bytes, less the rounding up to 64 KiB of each component."""
+        return self.host_items * self.item_bytes
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The same on every rank.
+
+    Attributes:
+        tokens: Tokens of the device pools with share 1, page 0 not counted.
+        host_tokens: Tokens of the host pools with share 1.
+        pools: What each pool gets on each rank.
+        tightest: The rank that decided, as an index into the placements.
+    """
+
+    tokens: int
+    host_tokens: int
+    pools: tuple[PoolBudget, ...]
+    tightest: int
+
+
+def plan_memory(
+    pools: Sequence[PoolShare],
+    *,
+    placements: Sequence[Placement],
+    device_bytes: int | Sequence[int],
+    host_bytes: int = 0,
+) -> MemoryPlan:
+    """Divide one budget.
+
+    Args:
+        pools: Every pool that will live on a rank.
+        placements: All ranks. Ranks that share a host share `host_bytes`: give the placements of one host, or of a
+            deployment whose hosts are alike.
+        device_bytes: Bytes for pools on each rank's device; one number for all, or one a rank.
+        host_bytes: Bytes for all host pools of all ranks together; 0 for none. See `available_host_bytes`.
+
+    Returns:
+        The most tokens that fit on the tightest rank, and what that makes of every pool.
+
+    Raises:
+        BudgetError: Nothing fits, a share that is not above 0, a draft pool that would hold fewer tokens than the
+            target's, names given twice, or a pool that mixes pages and request rows.
+        LayoutError, HeadRangeError: See `MhaPool`.
+    """
+    budgets = [device_bytes] * len(placements) if isinstance(device_bytes, int) else list(device_bytes)
+    _check(pools, placements, budgets)
+    sizes = [[_item_bytes(pool, placement) for pool in pools] for placement in placements]
+    rooms = [_most_pages(pools, row, budget) for row, budget in zip(sizes, budgets, strict=True)]
+    tightest = min(range(len(rooms)), key=lambda rank: rooms[rank])
+    pages = rooms[tightest]
+    if pages < 1:
+        raise BudgetError(
+            f"device_bytes[{tightest}]",
+            given=budgets[tightest],
+            expected=f"at least {_needed(pools, sizes[tightest], 1)}",
+            consequence="not one page would fit",
+            remedy="give more memory, fewer request rows, or smaller pages",
+        )
+    host = _most_host_pages(pools, sizes, host_bytes) if host_bytes and any(pool.on_host for pool in pools) else 0
+    page_size = next(pool.layout.page_size for pool in pools if pool.requests is None)
+    planned = tuple(
+        PoolBudget(pool.name, placement, _items(pool, pages), size, _items(pool, host) if host and pool.on_host else 0)
+        for placement, row in zip(placements, sizes, strict=True)
+        for pool, size in zip(pools, row, strict=True)
+    )
+    return MemoryPlan(pages * page_size, host * page_size, planned, tightest)
+
+
+def _items(pool: PoolShare, pages: int) -> int:
+    """Items of a pool when a pool of share 1 has `pages`, item 0 included."""
+    if pool.requests is not None:
+        return pool.requests + 1
+    return max(1, -int(-pages * pool.share // 1)) + 1
+
+
+def _item_bytes(pool: PoolShare, placement: Placement) -> int:
+    stage = None if pool.layer_ids is None else pool.layer_ids[placement.pp_rank]
+    kind = "page" if pool.requests is None else "request_row"
+    geometries = derive_geometry(pool.layout, holds=_HOLDS, item_kind=kind, layer_ids=stage, placement=placement)
+    return sum(
+        len(item.layer_ids) * item.tokens * item.heads * item.dims * TORCH_DTYPES[item.dtype].itemsize
+        for item in geometries
+    )
+
+
+def _needed(pools: Sequence[PoolShare], sizes: Sequence[int], pages: int) -> int:
+    return sum(_items(pool, pages) * size for pool, size in zip(pools, sizes, strict=True))
+
+
+def _most_pages(pools: Sequence[PoolShare], sizes: Sequence[int], budget: int) -> int:
+    """The most pages of share 1 whose pools fit together."""
+    low, high = 0, 1
+    while _needed(pools, sizes, high) <= budget:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if _needed(pools, sizes, middle) <= budget else (low, middle)
+    return low
+
+
+def _most_host_pages(pools: Sequence[PoolShare], sizes: Sequence[Sequence[int]], host_bytes: int) -> int:
+    """The most pages of share 1 whose host pools fit, over all ranks, with the pieces that each component may waste."""
+    mirrored = [number for number, pool in enumerate(pools) if pool.on_host]
+    waste = sum(2 * _PIECE * len(pools[number].layout.components) for number in mirrored) * len(sizes)
+    total = [sum(row[number] for row in sizes) for number in mirrored]
+    return _most_pages([pools[number] for number in mirrored], total, host_bytes - waste)
+
+
+def _check(pools: Sequence[PoolShare], placements: Sequence[Placement], budgets: Sequence[int]) -> None:
+    growing = [pool for pool in pools if pool.requests is None]
+    target = max((pool.share for pool in growing if "target" in _parts(pool)), default=0.0)
+    ranks = (len(placements), len(budgets))
+    page_sizes = {pool.layout.page_size for pool in growing}
+    stages = {placement.pp_size for placement in placements}
+    rules: list[tuple[str, object, object, bool]] = [
+        ("placements, device_bytes", ranks, "one budget a rank", 0 < ranks[0] == ranks[1]),
+        ("pools", [pool.name for pool in pools], "distinct names", len({pool.name for pool in pools}) == len(pools)),
+        ("pools", "no pool of pages", "at least one that grows with the tokens", bool(growing)),
+        ("page sizes", sorted(page_sizes), "one", len(page_sizes) <= 1),
+    ]  # fmt: skip
+    for pool in pools:
+        rules += [
+            (f"{pool.name}.share", pool.share, "above 0", pool.share > 0),
+            (f"{pool.name}.requests", pool.requests, "None, or at least 1", pool.requests is None or pool.requests > 0),
+            (
+                f"{pool.name}.layer_ids",
+                None if pool.layer_ids is None else len(pool.layer_ids),
+                f"the layers of each of {sorted(stages)} stages",
+                stages == {1 if pool.layer_ids is None else len(pool.layer_ids)},
+            ),
+        ]
+        if pool.requests is None and _parts(pool) == {_DRAFT}:
+            rules.append((f"{pool.name}.share", pool.share, f"at least the target's {target}", pool.share >= target))
+    for argument, given, expected, kept in rules:
+        if not kept:
+            raise BudgetError(
+                argument,
+                given=given,
+                expected=expected,
+                consequence="a pool would be smaller than what is written into it, or ranks would differ",
+                remedy="declare every pool of the rank once, draft pools as large as the target's",
+            )
+
+
+def _parts(pool: PoolShare) -> set[str]:
+    return {spec.part for spec in pool.layout.components}
+
+
+def request_from_json(text: str) -> dict[str, Any]:
+    """Read the arguments of `plan_memory` from JSON.
+
+    Args:
+        text: An object with `pools` (each with the fields of `PoolShare`, its layout as `ModelLayout.to_json` spells
+            it), `placements` (each with the fields of `Placement`), `device_bytes` and, if wanted, `host_bytes`.
+
+    Returns:
+        Keyword arguments for `plan_memory`.
+
+    Raises:
+        BudgetError: Not such an object; the first field that does not fit is named.
+    """
+    where = "the file"
+    try:
+        data = json.loads(text)
+        where = "its fields"
+        unknown = set(data) - {"pools", "placements", "device_bytes", "host_bytes"}
+        if unknown:
+            raise ValueError(f"unknown {sorted(unknown)}")
+        pools = []
+        for number, item in enumerate(data["pools"]):
+            where = f"pools[{number}]"
+            strange = set(item) - {field.name for field in fields(PoolShare)}
+            if strange:
+                raise ValueError(f"unknown {sorted(strange)}")
+            pools.append(PoolShare(**{**item, "layout": ModelLayout.from_json(json.dumps(item["layout"]))}))
+        where = "placements"
+        placements = [Placement(**item) for item in data["placements"]]
+        where = "device_bytes, host_bytes"
+        budget = data["device_bytes"]
+        sizes = budget if isinstance(budget, list) else [budget]
+        if not all(type(size) is int and size >= 0 for size in (*sizes, data.get("host_bytes", 0))):
+            raise ValueError("bytes are whole numbers")
+    except (ValueError, KeyError, TypeError, AttributeError, PlanError) as error:
+        if isinstance(error, KvPoolError):
+            raise
+        raise BudgetError(
+            where,
+            given=f"{type(error).__name__}: {error}",
+            expected="pools, placements, device_bytes and perhaps host_bytes",
+            consequence="no plan can be made",
+            remedy="see kv_pool.sizing.request_from_json for the fields",
+        ) from error
+    return {"pools": pools, "placements": placements, "device_bytes": budget, "host_bytes": data.get("host_bytes", 0)}
