@@ -14,6 +14,19 @@ from graph_runtime import Buckets, DecodeRunner, StaticBuffers, StepInputs, Upda
 from graph_runtime.testing import RecordingDevice
 from kv_planner import RowField, RowLayout
 
+# Devices whose tests run only where they are; which ones ran is said in the header.
+DEVICES = {"cpu": True, "cuda": torch.cuda.is_available()}
+
+
+def pytest_report_header() -> str:
+    return "graph devices: " + ", ".join(f"{kind} {'tested' if here else 'absent'}" for kind, here in DEVICES.items())
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "any_device" in metafunc.fixturenames:
+        metafunc.parametrize("any_device", [kind for kind, here in DEVICES.items() if here])
+
+
 _LIBRARY: Any = torch.library.Library("graph_test", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("scale(Tensor x, int[] lens) -> Tensor")
 _LIBRARY.define("scale_optional(Tensor x, *, int[]? lens=None, int[]? more=None) -> Tensor")

@@ -6,10 +6,13 @@ imports no device library.
 
 from __future__ import annotations
 
+from .agreement import RankAgreement, ReduceMin
 from .buckets import Buckets
 from .buffers import StaticBuffers
 from .device import CapturedGraph, Fence, GraphDevice, OpRecord, get_device, register_device
 from .errors import GraphError
+from .hooks import Hooks, MemorySaver
+from .keys import DerivedUpdate, UpdateKey, UpdateRole, step_list
 from .runner import DecodeRunner
 from .step import CaptureReport, Decision, EagerReason, Mode, RunnerCounters, StepInputs, StepResult
 from .update import BoundUpdate, UpdateSpec
@@ -24,18 +27,26 @@ __all__ = [
     "CapturedGraph",
     "Decision",
     "DecodeRunner",
+    "DerivedUpdate",
     "EagerReason",
     "Fence",
     "GraphDevice",
     "GraphError",
+    "Hooks",
+    "MemorySaver",
     "Mode",
     "OpRecord",
+    "RankAgreement",
+    "ReduceMin",
     "RunnerCounters",
     "StaticBuffers",
     "StepInputs",
     "StepResult",
+    "UpdateKey",
+    "UpdateRole",
     "UpdateSpec",
     "UpdateWorker",
     "get_device",
     "register_device",
+    "step_list",
 ]

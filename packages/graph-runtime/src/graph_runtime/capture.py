@@ -5,13 +5,13 @@ It owns the order of these steps and their clean-up. It does not choose buckets 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .device import CapturedGraph, GraphDevice
-from .outputs import check_output
+from .outputs import OutputRows, check_output
 from .step import StepInputs
 from .update import BoundUpdate, UpdateSpec
 
@@ -49,12 +49,13 @@ def capture_bucket(
     pool: object | None,
     warmups: int,
     barrier: Callable[[], None],
-    output_rows: int | Sequence[int],
+    output_rows: OutputRows,
+    after_warmup: Callable[[StepInputs], None] | None = None,
 ) -> BucketGraph:
     """Captures one bucket.
 
-    Each warm-up is: wait for the device, barrier, forward. A further wait and barrier precede the capture. When a rank
-    fails it still takes part in the remaining barriers, so that its peers do not wait for it.
+    Each warm-up is: wait for the device, barrier, forward, `after_warmup`. A further wait and barrier precede the
+    capture. When a rank fails it still takes part in the remaining barriers, so that its peers do not wait for it.
 
     Args:
         device: The device.
@@ -65,6 +66,7 @@ def capture_bucket(
         warmups: Number of warm-ups.
         barrier: Called by every rank the same number of times.
         output_rows: Output rows a request.
+        after_warmup: Undoes what a warm-up leaves behind.
 
     Raises:
         UpdateSpecError: The update does not fit what was captured.
@@ -79,6 +81,8 @@ def capture_bucket(
             barrier()
             with torch.no_grad():
                 forward(inputs)
+                if after_warmup is not None:
+                    after_warmup(inputs)
         device.synchronize()
         barriers_left -= 1
         barrier()

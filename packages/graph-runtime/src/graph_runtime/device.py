@@ -156,6 +156,13 @@ class GraphDevice(Protocol):
         """A fence after everything enqueued on the current stream so far."""
         ...
 
+    def memory_held(self) -> int:
+        """Bytes that graphs and tensors keep from others, after what is unused was given back; for reports at capture.
+
+        On a device with an allocator these are its reserved bytes, on a CPU those of captured graphs.
+        """
+        ...
+
     def new_pool(self) -> object | None:
         """A memory pool that several captures share, or None where that has no meaning."""
         ...
@@ -174,6 +181,7 @@ class GraphDevice(Protocol):
 
 _REGISTRY: dict[str, str] = {
     "cpu": "graph_runtime.devices.cpu:create",
+    "cuda": "graph_runtime.devices.cuda:create",
     "npu": "graph_runtime.devices.npu:create",
 }
 

@@ -22,12 +22,17 @@ __all__ = [
     "KeyNotPassed",
     "MissingUpdate",
     "OutputShapeError",
+    "PeerRefused",
+    "RanksDisagree",
     "ReentrantCall",
     "RowCountError",
     "RowDtypeError",
     "RowValueError",
     "RowWidthError",
+    "RunnerPaused",
+    "SlotBusy",
     "StepFailed",
+    "StepKindError",
     "TensorValuedKey",
     "UncoveredKey",
     "UnknownDevice",
@@ -141,6 +146,26 @@ class FenceTimeout(GraphError, TimeoutError):
 
 class ReentrantCall(GraphError, RuntimeError):
     """A runner was called from inside its own call, or from inside a capture, where it would wait for itself."""
+
+
+class RunnerPaused(GraphError, RuntimeError):
+    """A step or capture was asked for while the memory of the graphs is taken away."""
+
+
+class PeerRefused(GraphError, RuntimeError):
+    """Another rank refused the step, so that it runs nowhere; nothing was written."""
+
+
+class RanksDisagree(GraphError, RuntimeError):
+    """The reduction between ranks gave an unequal answer; nothing was written."""
+
+
+class SlotBusy(GraphError, RuntimeError):
+    """A host copy of a step would overwrite one that nobody has read."""
+
+
+class StepKindError(GraphError, ValueError):
+    """A kind of runner that nobody offers for a device, or steps and layers that do not fit."""
 
 
 class StepFailed(GraphError, RuntimeError):

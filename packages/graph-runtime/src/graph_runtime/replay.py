@@ -5,7 +5,8 @@ It owns what becomes of the graph when either fails or is interrupted. It loads 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from .capture import BucketGraph
@@ -16,7 +17,11 @@ __all__ = ["update_and_replay"]
 
 
 def update_and_replay(
-    held: BucketGraph, host: Mapping[str, list[int]], worker: UpdateWorker, timeout: float | None
+    held: BucketGraph,
+    host: Mapping[str, list[int]],
+    worker: UpdateWorker,
+    timeout: float | None,
+    profile: Callable[[str], AbstractContextManager[object]],
 ) -> Any:
     """Updates on the worker, then replays on the calling thread.
 
@@ -25,6 +30,7 @@ def update_and_replay(
         host: Host list name to lengths of the bucket.
         worker: The device's.
         timeout: Seconds that the update may take.
+        profile: Opens the ranges ``update`` and ``replay``.
 
     Returns:
         The bucket's output.
@@ -38,8 +44,10 @@ def update_and_replay(
     graph = held.graph
     try:
         if graph.records:
-            _update(held, host, worker, timeout)
-        graph.replay()
+            with profile("update"):
+                _update(held, host, worker, timeout)
+        with profile("replay"):
+            graph.replay()
     except BaseException as error:
         if not isinstance(error, GraphError):
             graph.abandon(f"interrupted by {type(error).__name__}: {error}")

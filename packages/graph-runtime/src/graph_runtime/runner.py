@@ -7,28 +7,31 @@ counters. It does not own attention metadata, sampling or the model: those are i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from ._progress import track
+from .agreement import RankAgreement, ReduceMin
 from .buckets import Buckets
-from .buffers import StaticBuffers
+from .buffers import PreparedLoad, StaticBuffers
 from .capture import BucketGraph, capture_bucket
 from .device import Fence, GraphDevice, HostLengths
 from .errors import (
     BatchTooLarge,
     BucketError,
-    CaptureFailed,
     DeviceMismatch,
-    FenceTimeout,
     GraphClosed,
+    RunnerPaused,
     StepFailed,
 )
-from .host_lists import pad_host_lists
-from .outputs import check_output, clone_output, cut_output
+from .graphs import BucketGraphs
+from .hooks import Hooks
+from .host_lists import live_host_lists, pad_host_lists
+from .outputs import OutputRows, check_output, clone_output, cut_output
+from .previous import await_step
 from .replay import update_and_replay
+from .request_rows import RequestRows
 from .step import CaptureReport, Decision, Mode, RunnerCounters, StepInputs, StepResult
 from .turns import Turn, capturing, take_turn
 from .update import UpdateSpec
@@ -53,10 +56,13 @@ class DecodeRunner:
         update: Which host list feeds which argument of the captured ops; None when there is none.
         rows_per_request: Field or host list name to rows a request, where that is not 1 (a window of W tokens: W);
             0 for a field that is loaded whole whatever the batch.
-        output_rows_per_request: Output rows a request, for all outputs or one number an output.
+        output_rows_per_request: Output rows a request, for all outputs, or one number an output in order or by name.
         before_step: Called after the load and before the replay or eager forward, outside the graph, for instance to
             fill device-written fields.
         barrier: Called before every warm-up and capture, by every rank the same number of times.
+        hooks: Further places where the runner calls others.
+        reduce_min: Minimum over the data-parallel ranks, with which they agree on graph or eager and on the bucket; see
+            `RankAgreement`. Every rank must then call `run` the same number of times, idle ranks with no rows.
         warmups: Forwards before the capture of a bucket.
         update_timeout: Seconds that an update may take.
         fence_timeout: Seconds that the previous step may take, and those that another thread's call may.
@@ -75,9 +81,11 @@ class DecodeRunner:
         buckets: Buckets | Sequence[int],
         update: UpdateSpec | None = None,
         rows_per_request: Mapping[str, int] | None = None,
-        output_rows_per_request: int | Sequence[int] = 1,
+        output_rows_per_request: OutputRows = 1,
         before_step: Callable[[StepInputs], None] | None = None,
         barrier: Callable[[], None] | None = None,
+        hooks: Hooks | None = None,
+        reduce_min: ReduceMin | None = None,
         warmups: int = 2,
         update_timeout: float | None = 30.0,
         fence_timeout: float | None = 60.0,
@@ -91,7 +99,6 @@ class DecodeRunner:
                 remedy="Make the buffers with the runner's device.",
             )
         self._device = device
-        self._forward = forward
         self._buffers = buffers
         self._buckets = buckets if isinstance(buckets, Buckets) else Buckets(buckets)
         self._update = update if update is not None else UpdateSpec()
@@ -99,19 +106,20 @@ class DecodeRunner:
         self._output_rows = output_rows_per_request
         self._before_step = before_step
         self._barrier = barrier if barrier is not None else lambda: None
+        self._hooks = hooks if hooks is not None else Hooks()
+        self._forward = self._hooks.around(forward)
+        self._agreement = None if reduce_min is None else RankAgreement(reduce_min, self._buckets)
         self._warmups = warmups
         self._update_timeout = update_timeout
         self._fence_timeout = fence_timeout
         self._turn = Turn(f"a decode runner on {device.name}")
-        self._graphs: dict[int, BucketGraph] = {}
-        self._failed: dict[int, str] = {}
+        self._graphs = BucketGraphs(device, self._buckets)
         self._fence: Fence | None = None
         self._last: int | None = None
-        self._closed = False
+        self._closed = self._paused = False
         self.counters = RunnerCounters()
-        self._capacity = min(
-            (buffers.field(name).rows // factor for name in buffers.names if (factor := self._factor(name))), default=0
-        )
+        self._rows = RequestRows(buffers, self._per_request)
+        self._capacity = self._rows.capacity
         if self._capacity < self._buckets.largest:
             raise BucketError(
                 "buckets",
@@ -120,7 +128,6 @@ class DecodeRunner:
                 consequence="The largest bucket could not be loaded.",
                 remedy="Lay the RowLayout out with more rows, or capture smaller buckets.",
             )
-        self._pool: object | None = None
         self._worker = device.gate.enter()
 
     @property
@@ -152,56 +159,14 @@ class DecodeRunner:
         with self._exclusive("capture()"):
             self._check_open()
             self._await_previous()
-            for bucket, held in list(self._graphs.items()):
-                if held.graph.broken is not None:
-                    self._graphs.pop(bucket).close()
-            self._failed.clear()
-            cause: BaseException | None = None
-            made: list[int] = []
-            wanted = [bucket for bucket in reversed(self._buckets.sizes) if bucket not in self._graphs]
-            try:
-                for bucket in track(wanted, enabled=progress):
-                    try:
-                        self._graphs[bucket] = self._capture_one(bucket)
-                        made.append(bucket)
-                    except RuntimeError as error:
-                        cause = error
-                        self._failed[bucket] = f"{type(error).__name__}: {error}"
-            except BaseException:
-                for bucket in made:
-                    self._graphs.pop(bucket).close()
-                raise
-            if not self._graphs:
-                raise CaptureFailed(
-                    "capture",
-                    expected=f"graphs for buckets {list(self._buckets.sizes)}",
-                    got=dict(self._failed),
-                    consequence="Every step would run eagerly.",
-                    remedy="Read the reasons; run() still works, eagerly.",
-                ) from cause
-            return CaptureReport(
-                tuple(sorted(self._graphs)),
-                dict(self._failed),
-                {bucket: len(held.graph.records) for bucket, held in sorted(self._graphs.items())},
-            )
+            return self._graphs.capture(self._capture_one, progress=progress)
 
     def can_run(self, raw_bs: int) -> Decision:
-        """Which bucket a batch replays, or why none does. An idle step (0 rows) replays the smallest one."""
-        nominal = self._buckets.pick(raw_bs)
-        if nominal is None:
-            return Decision(None, "no_bucket", f"{raw_bs} rows, the largest bucket has {self._buckets.largest}")
-        problems: list[str] = []
-        for bucket in self._buckets.sizes:
-            if bucket < nominal:
-                continue
-            held = self._graphs.get(bucket)
-            if held is not None and held.graph.broken is None:
-                return Decision(bucket, None, "; ".join(problems))
-            problems.append(self._why_not(bucket))
-        held = self._graphs.get(nominal)
-        if held is not None:
-            return Decision(None, "graph_broken", "; ".join(problems))
-        return Decision(None, "capture_failed" if nominal in self._failed else "not_captured", "; ".join(problems))
+        """Which bucket a batch replays, or why none does. An idle step (0 rows) replays the smallest one.
+
+        Ranks that agree may choose a larger one, or none.
+        """
+        return self._graphs.decide(raw_bs)
 
     def run(
         self,
@@ -234,40 +199,31 @@ class DecodeRunner:
             BucketError: `raw_bs` is negative.
             FenceTimeout: The previous step, or another thread's call, did not end in time. Nothing was written.
             ReentrantCall: Called from inside a call of this runner or a capture. Nothing was written.
+            RunnerPaused: The runner is paused.
+            PeerRefused: Another rank refused the step; it runs nowhere. Nothing was written.
+            RanksDisagree: The reduction gave an unequal answer. Nothing was written.
             StepFailed: The device raised in the previous step. Nothing was written; its bucket must be captured again.
             UpdateFailed: The device raised in the update. Nothing was replayed; the bucket must be captured again.
             UpdateTimeout: The update did not end in time. As above.
         """
         with self._exclusive("run()"):
-            self._check_open()
-            decision = self.can_run(raw_bs)
-            if eager:
-                decision = Decision(None, "forced", "asked for by the caller")
-            if raw_bs > self._capacity:
-                raise BatchTooLarge(
-                    "raw_bs",
-                    expected=f"at most {self._capacity}",
-                    got=raw_bs,
-                    consequence="Rows would be lost.",
-                    remedy="Split the batch, or lay the static buffers out for more requests.",
-                )
-            bs = decision.bucket if decision.bucket is not None else (raw_bs or self._buckets.smallest)
-            host = pad_host_lists(self._update.host_names, host_lists or {}, raw_bs, bs, self._per_request)
-            prepared = self._buffers.prepare(self._rows(raw_bs), values)
-            self._await_previous()
-            inputs = self._inputs(host, bs, raw_bs)
+            decision, bs, host, prepared = self._plan(values, host_lists or {}, raw_bs, eager)
+            inputs = StepInputs(self._rows.views(bs), host, bs, raw_bs)
             with self._on_device("run()"), torch.no_grad():
-                self._buffers.load(prepared)
+                with self._hooks.profile("load"):
+                    self._buffers.load(prepared)
                 if self._before_step is not None:
-                    self._before_step(inputs)
+                    with self._hooks.profile("before_step"):
+                        self._before_step(inputs)
                 self._buffers.check_written()
                 if decision.bucket is None:
-                    output = self._forward(inputs)
+                    with self._hooks.profile("eager"):
+                        output = self._forward(inputs)
                     check_output(output, bs, self._output_rows)
                 else:
                     self._buffers.check_addresses()
                     held = self._graphs[decision.bucket]
-                    output = update_and_replay(held, host, self._worker, self._update_timeout)
+                    output = update_and_replay(held, host, self._worker, self._update_timeout, self._hooks.profile)
                 output = cut_output(output, raw_bs, self._output_rows)
                 if clone:
                     output = clone_output(output)
@@ -276,6 +232,36 @@ class DecodeRunner:
             self._count(decision, bs - raw_bs)
             mode: Mode = "eager" if decision.bucket is None else "graph"
             return StepResult(output, mode, decision.bucket, decision.reason)
+
+    def pause(self) -> None:
+        """Waits for the last step and lets the memory saver of the hooks take the graphs' memory; steps are refused.
+
+        Raises:
+            FenceTimeout, ReentrantCall, StepFailed: As for `close`; nothing was paused.
+        """
+        with self._exclusive("pause()"):
+            self._check_open()
+            self._await_previous()
+            self._paused = True
+            if self._hooks.memory is not None:
+                self._hooks.memory.pause()
+
+    def resume(self) -> None:
+        """Takes the memory back, and fills the static buffers, whose contents may be lost.
+
+        Raises:
+            AddressChanged: The saver mapped the static buffers elsewhere; the runner stays paused.
+            ReentrantCall: As for `close`.
+        """
+        with self._exclusive("resume()"):
+            if not self._paused:
+                return
+            if self._hooks.memory is not None:
+                self._hooks.memory.resume()
+            self._buffers.check_addresses()
+            with self._on_device("resume()"):
+                self._buffers.reset()
+            self._paused = False
 
     def close(self) -> None:
         """Waits for the last step and releases graphs, outputs and the share in the worker; may be called twice.
@@ -296,10 +282,8 @@ class DecodeRunner:
                 self._await_previous()
             finally:
                 with self._on_device("close()"):
-                    for held in self._graphs.values():
-                        held.close()
-                self._graphs.clear()
-                self._pool = self._fence = None
+                    self._graphs.close()
+                self._fence = None
                 self._device.gate.leave()
 
     def _exclusive(self, call: str) -> AbstractContextManager[None]:
@@ -309,72 +293,76 @@ class DecodeRunner:
     def _on_device(self, call: str) -> AbstractContextManager[None]:
         return self._device.gate.lock.hold(self._fence_timeout, f"{call} of {self._turn.name}")
 
-    def _factor(self, name: str) -> int:
-        return self._per_request.get(name, 1)
+    def _host_lists(self, host_lists: Mapping[str, HostLengths]) -> Mapping[str, HostLengths]:
+        """The lists that the update names, from those of the caller; runners of other kinds count here."""
+        return host_lists
 
-    def _rows(self, raw_bs: int) -> dict[str, int]:
-        return {
-            name: raw_bs * self._factor(name) if self._factor(name) else self._buffers.field(name).rows
-            for name in self._buffers.names
-        }
+    def _plan(
+        self, values: Mapping[str, Any], host_lists: Mapping[str, HostLengths], raw_bs: int, eager: bool
+    ) -> tuple[Decision, int, dict[str, list[int]], PreparedLoad]:
+        """Checks everything that is given, waits for the previous step, and agrees with other ranks."""
+        try:
+            self._check_open()
+            decision = self.can_run(raw_bs)
+            if raw_bs > self._capacity:
+                raise BatchTooLarge(
+                    "raw_bs",
+                    expected=f"at most {self._capacity}",
+                    got=raw_bs,
+                    consequence="Rows would be lost.",
+                    remedy="Split the batch, or lay the static buffers out for more requests.",
+                )
+            lists = self._host_lists(host_lists)
+            live = live_host_lists(self._update.host_names, lists, raw_bs, self._per_request)
+            prepared = self._buffers.prepare(self._rows.live(raw_bs), values)
+            self._await_previous()
+        except BaseException:
+            if self._agreement is not None:
+                self._agreement.refuse()
+            raise
+        if eager:
+            decision = Decision(None, "forced", "asked for by the caller")
+        if self._agreement is not None:
+            decision = self._agreed(self._agreement, decision, raw_bs)
+        bs = decision.bucket if decision.bucket is not None else (raw_bs or self._buckets.smallest)
+        return decision, bs, pad_host_lists(live, bs, self._per_request), prepared
 
-    def _inputs(self, host: Mapping[str, list[int]], bs: int, raw_bs: int) -> StepInputs:
-        views = {
-            name: self._buffers.view(name, bs * self._factor(name) if self._factor(name) else None)
-            for name in self._buffers.names
-        }
-        return StepInputs(views, host, bs, raw_bs)
+    def _agreed(self, agreement: RankAgreement, own: Decision, raw_bs: int) -> Decision:
+        bucket = agreement.choose([] if own.bucket is None else self._graphs.usable(raw_bs))
+        if bucket is None and own.bucket is not None:
+            return Decision(None, "peers", "another rank has no graph for this step")
+        return own if bucket is None else Decision(bucket, None, own.detail)
 
-    def _capture_one(self, bucket: int) -> BucketGraph:
+    def _capture_one(self, bucket: int, pool: object | None) -> BucketGraph:
+        hooks = self._hooks
+        region = nullcontext() if hooks.memory is None else hooks.memory.region()
         with self._on_device("capture()"), capturing(f"bucket {bucket} on {self._device.name}"):
-            if not self._graphs:  # a pool ends with its last graph and cannot be used again
-                self._pool = self._device.new_pool()
             self._buffers.reset()
-            names = self._update.host_names
-            host = pad_host_lists(names, {name: [] for name in names}, 0, bucket, self._per_request)
-            return capture_bucket(
-                self._device,
-                self._forward,
-                self._inputs(host, bucket, 0),
-                update=self._update,
-                pool=self._pool,
-                warmups=self._warmups,
-                barrier=self._barrier,
-                output_rows=self._output_rows,
-            )
+            host = pad_host_lists({name: [] for name in self._update.host_names}, bucket, self._per_request)
+            with region, hooks.profile("capture"):
+                return capture_bucket(
+                    self._device,
+                    self._forward,
+                    StepInputs(self._rows.views(bucket), host, bucket, 0),
+                    update=self._update,
+                    pool=pool,
+                    warmups=self._warmups,
+                    barrier=self._barrier,
+                    output_rows=self._output_rows,
+                    after_warmup=hooks.after_warmup,
+                )
 
     def _await_previous(self) -> None:
-        fence, what = self._fence, f"previous step ({'eager' if self._last is None else f'bucket {self._last}'})"
-        if fence is None:
+        if self._fence is None:
             return
+        ran = "eager" if self._last is None else f"bucket {self._last}"
         try:
-            reached = fence.wait(self._fence_timeout)
-        except Exception as error:
+            await_step(self._fence, f"previous step ({ran})", self._fence_timeout)
+        except StepFailed as error:
             self._fence = None
-            if self._last in self._graphs:
-                self._graphs[self._last].graph.abandon(f"a replay failed on the device: {error}")
-            raise StepFailed(
-                what,
-                expected="a step without a device error",
-                got=f"{type(error).__name__}: {error}",
-                consequence="Its output is not valid; nothing of the present step was written.",
-                remedy="Mend the cause and capture the bucket again; steps may go on if the device still works.",
-            ) from error
-        if not reached:
-            raise FenceTimeout(
-                what,
-                expected=f"an end within {self._fence_timeout} s",
-                got="still running",
-                consequence="A write or update now would reach the step in flight, so nothing was written.",
-                remedy="Look for an op that waits for an update, a collective without its peers, or a stopped device.",
-            )
+            self._graphs.abandon(self._last, f"a replay failed on the device: {error.__cause__}")
+            raise
         self._fence = None
-
-    def _why_not(self, bucket: int) -> str:
-        held = self._graphs.get(bucket)
-        if held is not None:
-            return f"bucket {bucket} is broken: {held.graph.broken}"
-        return f"bucket {bucket}: {self._failed.get(bucket, 'not captured')}"
 
     def _count(self, decision: Decision, padded: int) -> None:
         if decision.reason is None:
@@ -391,4 +379,12 @@ class DecodeRunner:
                 got="a closed one",
                 consequence="Its graphs have been released.",
                 remedy="Make a new runner.",
+            )
+        if self._paused:
+            raise RunnerPaused(
+                "runner",
+                expected="a runner with its memory",
+                got="a paused one",
+                consequence="A replay would read and write memory that has been taken away.",
+                remedy="Call resume() first.",
             )

@@ -16,8 +16,8 @@ __all__ = ["CaptureReport", "Decision", "EagerReason", "Mode", "RunnerCounters",
 Mode = Literal["graph", "eager"]
 """How a step ran."""
 
-EagerReason = Literal["no_bucket", "not_captured", "capture_failed", "graph_broken", "forced"]
-"""Why a step ran without a graph."""
+EagerReason = Literal["no_bucket", "not_captured", "capture_failed", "graph_broken", "forced", "peers"]
+"""Why a step ran without a graph; ``peers``: another rank has none for it."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,14 @@ class CaptureReport:
         captured: Buckets that can be replayed.
         failed: Bucket to reason.
         updatable_ops: Bucket to number of captured ops that take updates.
+        memory: Bucket to bytes that the device holds since its capture. Buckets share a pool and the largest is
+            captured first, so a smaller one shows what it added.
     """
 
     captured: tuple[int, ...]
     failed: Mapping[int, str]
     updatable_ops: Mapping[int, int]
+    memory: Mapping[int, int]
 
 
 @dataclass

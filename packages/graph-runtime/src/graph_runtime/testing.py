@@ -83,6 +83,10 @@ class RecordingDevice:
         self.note("fence")
         return _Fence(self, self._inner.record_fence())
 
+    def memory_held(self) -> int:
+        """Passes on."""
+        return self._inner.memory_held()
+
     def new_pool(self) -> object | None:
         """Passes on."""
         return self._inner.new_pool()

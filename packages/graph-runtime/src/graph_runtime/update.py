@@ -6,6 +6,7 @@ It owns the comparison of that statement with what was captured. It does not per
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 
 from .device import OpRecord
 from .errors import UncoveredKey, UnknownUpdateKey, UpdateCountMismatch, UpdateSpecError
@@ -19,8 +20,8 @@ class UpdateSpec:
 
     Args:
         keys: One mapping, used for every captured op that takes its keys; or one mapping an op in capture order, for
-            instance one a draft step. Keys are those of the device: ``actual_seq_kvlen`` of FIA v2,
-            ``actual_seq_lengths_kv`` of FIA v1, the schema's argument name on a CPU.
+            instance one a draft step. Keys are those of the device: an `UpdateKey`, or the schema's argument name for
+            an op of your own on a CPU. `DerivedUpdate` finds them itself.
         constant: Keys that were captured as a list and deliberately keep that value, for instance query lengths that
             follow from the bucket.
 
@@ -33,8 +34,9 @@ class UpdateSpec:
     ) -> None:
         self._broadcast = isinstance(keys, Mapping)
         mappings: Sequence[Mapping[str, str]] = [keys] if isinstance(keys, Mapping) else list(keys)
-        self._mappings = tuple(dict(mapping) for mapping in mappings)
-        self._constant = frozenset(constant)
+        # An enum's member would not print as its value.
+        self._mappings = tuple({_text(key): name for key, name in mapping.items()} for mapping in mappings)
+        self._constant = frozenset(_text(key) for key in constant)
         for mapping in self._mappings:
             for key, name in mapping.items():
                 if not key or not name or key in self._constant:
@@ -116,6 +118,10 @@ class UpdateSpec:
             consequence="The device would ignore it silently and replay with lengths of capture time.",
             remedy="Use the key of the op version that was captured (FIA v1 and v2 name theirs differently).",
         )
+
+
+def _text(key: str) -> str:
+    return str(key.value) if isinstance(key, Enum) else key
 
 
 class BoundUpdate:

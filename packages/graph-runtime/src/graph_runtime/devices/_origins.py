@@ -37,6 +37,11 @@ class Origins:
         """Whether an op of the capture gave this memory."""
         return storage_key(tensor) in self._produced
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all memory that ops of the capture gave; all of it is kept while the capture is."""
+        return sum(storage.nbytes() for storage in self._produced.values())
+
     def is_foreign(self, tensor: torch.Tensor) -> bool:
         """Whether it is foreign memory that the captured code itself wrapped."""
         if tensor.untyped_storage().resizable():

@@ -131,6 +131,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's _
         self._device_type = device_type
         self._origins = Origins()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the ops recorded so far hold for a replay."""
+        return self._origins.nbytes
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

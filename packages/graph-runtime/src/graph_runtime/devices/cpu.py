@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -43,10 +44,12 @@ class CpuGraph:
     Args:
         nodes: The ops in order.
         updatable: Op name without overload, to the list arguments that may be replaced.
+        nbytes: Memory that the ops write and keep.
     """
 
-    def __init__(self, nodes: Sequence[Node], updatable: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, nodes: Sequence[Node], updatable: Mapping[str, Sequence[str]], nbytes: int = 0) -> None:
         self._nodes = list(nodes)
+        self._nbytes = nbytes
         self._lock = threading.Lock()
         self._slots: list[dict[str, tuple[Any, Any]]] = []
         records = []
@@ -72,6 +75,11 @@ class CpuGraph:
     def node_count(self) -> int:
         """Number of ops that a replay runs."""
         return len(self._nodes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that its ops write; 0 when closed."""
+        return self._nbytes
 
     def update(self, values: UpdateValues, *, constant: Collection[str] = ()) -> None:
         """Replaces list arguments for the next replay; see `CapturedGraph.update`."""
@@ -103,6 +111,7 @@ class CpuGraph:
         """Drops all ops and the tensors that they hold."""
         with self._lock:
             self._ledger.close()
+            self._nbytes = 0
             self._nodes.clear()
             self._slots.clear()
 
@@ -125,6 +134,7 @@ class CpuDevice:
         for op, keys in self._updatable.items():
             _check_updatable(op, keys)
         # Devices on a CPU share nothing, so each has its own gate and threads may work beside each other.
+        self._captured: weakref.WeakSet[CpuGraph] = weakref.WeakSet()
         self._gate = DeviceGate(f"{name}-{next(_serial)}", self.bind)
 
     @property
@@ -164,6 +174,10 @@ class CpuDevice:
         """A fence that is already reached."""
         return CpuFence()
 
+    def memory_held(self) -> int:
+        """Bytes that the captured graphs of this device hold."""
+        return sum(graph.nbytes for graph in self._captured)
+
     def new_pool(self) -> object | None:
         """None: each capture keeps its own memory."""
         return None
@@ -173,7 +187,9 @@ class CpuDevice:
         recorder = Recorder("cpu")
         with torch.no_grad(), HostReadGuard(recorder), recorder:
             output = function()
-        return CpuGraph(recorder.nodes, self._updatable), output
+        graph = CpuGraph(recorder.nodes, self._updatable, recorder.nbytes)
+        self._captured.add(graph)
+        return graph, output
 
 
 def create(name: str, *, updatable: Mapping[str, Sequence[str]] | None = None) -> CpuDevice:

@@ -218,6 +218,13 @@ class NpuDevice:
         event.record(npu.current_stream(self._index))
         return NpuFence(event)
 
+    def memory_held(self) -> int:
+        """Reserved bytes of torch_npu's allocator, graph pools included, after it gave back what is unused."""
+        npu = _npu()
+        npu.synchronize(self._index)
+        npu.empty_cache()
+        return int(npu.memory_reserved(self._index))
+
     def new_pool(self) -> object | None:
         """A graph memory pool."""
         pool: object = _npu().graph_pool_handle()
