@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -70,14 +71,11 @@ def _ranks(make: Make, sizes: Sequence[Sequence[int]]) -> tuple[list[DecodeRunne
 
 
 def _step(runners: list[DecodeRunner], rows: Sequence[int], **options: Any) -> list[Any]:
-    return _together(
-        [
-            lambda runner=runner, n=n, rank=rank: runner.run(
-                _values(n), {"kv": [2] * n}, n, eager=options.get("eager_rank") == rank
-            )
-            for rank, (runner, n) in enumerate(zip(runners, rows, strict=True))
-        ]
-    )
+    def call(rank: int) -> Any:
+        n = rows[rank]
+        return runners[rank].run(_values(n), {"kv": [2] * n}, n, eager=options.get("eager_rank") == rank)
+
+    return _together([partial(call, rank) for rank in range(len(runners))])
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from graph_runtime import DecodeRunner, StaticBuffers, get_device
@@ -140,9 +141,11 @@ def _layers(make: Make, run: range, weights: list[torch.Tensor | None]) -> Decod
     layout = RowLayout([RowField("x", "float32", rows=4, width=64)])
 
     def forward(step: Any) -> torch.Tensor:
-        x = step.tensors["x"]
+        x: torch.Tensor = step.tensors["x"]
         for layer in run:
-            x = torch.tanh(x @ weights[layer])  # type: ignore[arg-type]
+            weight = weights[layer]
+            assert weight is not None
+            x = torch.tanh(x @ weight)
         return x
 
     runner, _ = make(device=device, forward=forward, buffers=StaticBuffers(layout, device), update=None)
@@ -151,14 +154,16 @@ def _layers(make: Make, run: range, weights: list[torch.Tensor | None]) -> Decod
 
 def test_capturing_one_layer_holds_one_layers_memory(make: Make) -> None:
     """The report shows it, and the memory of other layers is free to go."""
-    weights: list[torch.Tensor | None] = [torch.randn(64, 64) for _ in range(4)]
+    arrays = [np.random.default_rng(layer).standard_normal((64, 64), dtype=np.float32) for layer in range(4)]
+    refs = [weakref.ref(array) for array in arrays]  # alive as long as the memory is
+    weights: list[torch.Tensor | None] = [torch.from_numpy(array) for array in arrays]
+    del arrays
     every = _layers(make, range(4), weights)
     whole = every.capture(progress=False).memory
     one = _layers(make, range(1, 2), weights)
     held = one.capture(progress=False).memory
     assert set(held) == {1, 2, 4} and held[4] == 2 * 4 * 64 * 4  # a product and its tanh of 4 rows of float32
     assert whole == {bucket: 4 * size for bucket, size in held.items()}
-    refs = [weakref.ref(weight) for weight in weights if weight is not None]
     for layer in (0, 2, 3):
         weights[layer] = None
     gc.collect()
