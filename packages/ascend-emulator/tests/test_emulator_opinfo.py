@@ -10,11 +10,10 @@ import logging
 import warnings
 from collections.abc import Iterator
 
+import emulator_opinfo as opinfo
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-import emulator_opinfo as opinfo
 
 OPERATORS = opinfo.operators()
 PAIRS = [(name, dtype) for name in OPERATORS for dtype in opinfo.DTYPES]

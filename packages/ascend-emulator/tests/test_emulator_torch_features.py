@@ -9,7 +9,6 @@ import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
