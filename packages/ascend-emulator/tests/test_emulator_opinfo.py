@@ -1,7 +1,7 @@
 """PyTorch's database of operators on the device against the CPU: all of it a little, a seeded slice of it whole.
 
-`docs/operators.md` lists what happens otherwise than on the CPU and why; every row of it is checked, and nothing else may
-differ. `nox -s soak -- ascend-emulator` runs the whole.
+`docs/operators.md` lists what happens otherwise than on the CPU and why; every row of it is checked, and nothing else
+may differ. `nox -s soak -- ascend-emulator` runs the whole.
 """
 
 from __future__ import annotations
