@@ -32,7 +32,8 @@ def timed(work: Work, calls: int) -> float:
 
 def both(work: Work, calls: int) -> tuple[list[float], list[float]]:
     """Times with and without the check, in turns."""
-    with_check, without = [], []
+    with_check: list[float] = []
+    without: list[float] = []
     for _ in range(ROUNDS):
         for on, values in ((True, with_check), (False, without)):
             torch_npu.npu.synchronize()
