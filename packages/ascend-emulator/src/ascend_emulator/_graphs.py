@@ -139,13 +139,9 @@ class Graph:
                 if isinstance(node, (FlagWait, FlagWrite)) and i > start:
                     break
                 if isinstance(node.accesses, array):
-                    parts.append((self.label(i), node.accesses))
+                    parts.append((order.place_of(self.number, i), node.accesses))
             words = self._merged[start] = order.merged(parts)
         return words
-
-    def label(self, index: int) -> str:
-        """What a node is called in errors."""
-        return f"{self.nodes[index].name} (node {index} of graph {self.number})"
 
     def refuse(self, what: str, reason: str) -> CaptureError:
         """The error of something that a capture cannot hold; the graph is never replayed."""
@@ -202,7 +198,7 @@ class Replay:
             order.touch(queue.address, self.graph.accesses_from(self.cursor))
         if isinstance(node, OperatorNode) and isinstance(node.accesses, order.Refined):
             words = order.words_of(node.accesses, node.args, node.kwargs)
-            order.touch(queue.address, order.renamed(words, self.graph.label(self.cursor)))
+            order.touch(queue.address, order.located(words, order.place_of(self.graph.number, self.cursor)))
 
     def _explain(self, blocked: Blocked) -> Blocked:
         record = self.graph.nodes[self.cursor].record

@@ -62,7 +62,7 @@ class Accesses {
     const auto text = [](const char* name) { return reinterpret_cast<int64_t>(name); };
     const int64_t head[] = {
         text(op), text(argument), text(dtype_name(tensor.scalar_type())), written, tensor.element_size(),
-        reinterpret_cast<int64_t>(first), tensor.dim()};
+        reinterpret_cast<int64_t>(first), 0, tensor.dim()};
     words_.append(std::begin(head), std::end(head));
     words_.append(tensor.sizes().begin(), tensor.sizes().end());
     words_.append(tensor.strides().begin(), tensor.strides().end());

@@ -16,7 +16,7 @@ from ascend_emulator.errors import NotInstalledError
 
 from ._info import AccessInfo
 from ._race import race_error, touch
-from ._replay import merged, renamed
+from ._replay import located, merged, place_of
 from ._words import (
     Accesses,
     Refined,
@@ -36,11 +36,12 @@ __all__ = [
     "accesses_of",
     "bytes_accesses",
     "enable",
+    "located",
     "merged",
     "on",
+    "place_of",
     "plain_accesses",
     "race_error",
-    "renamed",
     "results_of",
     "touch",
     "touches_rows",

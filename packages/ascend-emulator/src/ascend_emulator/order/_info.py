@@ -12,7 +12,7 @@ class AccessInfo:
     """One side of a race.
 
     Attributes:
-        operator: what touched the memory, for example "aten::add.Tensor".
+        operator: what touched the memory, for example "aten::add.Tensor" or "aten::add.Tensor (node 0 of graph 3)".
         argument: which of its tensors.
         dtype: of that tensor, or "bytes".
         shape: of that tensor, or of the rows of it that were touched.

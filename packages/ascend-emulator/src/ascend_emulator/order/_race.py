@@ -28,6 +28,7 @@ class _Description(ctypes.Structure):
         ("sizes", ctypes.c_int64 * 8),
         ("address", ctypes.c_uint64),
         ("sequence", ctypes.c_uint64),
+        ("place", ctypes.c_int64),
     )
 
 
@@ -62,8 +63,11 @@ def touch(stream: int, words: array[int]) -> None:
 
 
 def _info(found: _Description) -> AccessInfo:
+    operator = found.operator.decode()
+    if found.place:
+        operator += f" (node {(found.place & 0xFFFFFFFF) - 1} of graph {found.place >> 32})"
     return AccessInfo(
-        operator=found.operator.decode(),
+        operator=operator,
         argument=found.argument.decode(),
         dtype=found.dtype.decode(),
         shape=tuple(found.sizes[: found.dims]),

@@ -1,7 +1,7 @@
 """What an operator touches, as the words that `emulator_order_access` (runtime/order.c) takes. It decides nothing.
 
 Per tensor: addresses of the names of operator, argument and dtype, whether it is written, bytes of an element, address
-of the first element, number of dimensions, sizes, strides in elements.
+of the first element, graph and node of a replay (else 0), number of dimensions, sizes, strides in elements.
 """
 
 from __future__ import annotations
@@ -53,7 +53,16 @@ def _dtype(dtype: torch.dtype) -> int:
 def _add(words: array[int], operator: int, argument: str, tensor: torch.Tensor, written: bool) -> None:
     shape = tensor.shape
     words.extend(
-        (operator, text(argument), _dtype(tensor.dtype), written, tensor.element_size(), tensor.data_ptr(), len(shape))
+        (
+            operator,
+            text(argument),
+            _dtype(tensor.dtype),
+            written,
+            tensor.element_size(),
+            tensor.data_ptr(),
+            0,
+            len(shape),
+        )
     )
     words.extend(shape)
     words.extend(tensor.stride())
@@ -66,7 +75,7 @@ def _add_rows(words: array[int], operator: int, argument: str, tensor: torch.Ten
     size, start = tensor.element_size(), tensor.data_ptr()
     head = (operator, text(argument), _dtype(tensor.dtype), written, size)
     for first, count in rows.runs(sizes[0]):
-        words.extend((*head, start + first * strides[0] * size, len(sizes), count, *sizes[1:], *strides))
+        words.extend((*head, start + first * strides[0] * size, 0, len(sizes), count, *sizes[1:], *strides))
 
 
 def touches_rows(plan: Plan) -> bool:
@@ -173,5 +182,5 @@ def bytes_accesses(name: str, reads: dict[str, int], writes: dict[str, int], nby
     for addresses, written in ((reads, False), (writes, True)):
         for argument, address in addresses.items():
             if runtime.locate(address)[0] != UNKNOWN:
-                words.extend((text(name), text(argument), text("bytes"), written, 1, address, 1, nbytes, 1))
+                words.extend((text(name), text(argument), text("bytes"), written, 1, address, 0, 1, nbytes, 1))
     return words

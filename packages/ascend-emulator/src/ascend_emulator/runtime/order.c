@@ -271,9 +271,10 @@ static int touches_capture(const Description *what, int dims, const int64_t *siz
     return 0;
 }
 
-/* Tell that what a stream does now, or its next queued item, touches tensors. `words` holds, per tensor: operator name, argument name, dtype name (addresses of texts that stay), whether it is written, bytes of an
- * element, address of the first element, dimensions n, n sizes, n strides in elements. 1: a race, see
- * emulator_order_race(); the tensors before it count as touched. */
+/* Tell that what a stream does now, or its next queued item, touches tensors. `words` holds, per tensor: operator name,
+ * argument name, dtype name (addresses of texts that stay), whether it is written, bytes of an element, address of the
+ * first element, graph << 32 | node + 1 in a replay (else 0), dimensions n, n sizes, n strides in elements. 1: a race,
+ * see emulator_order_race(); the tensors before it count as touched. */
 EMULATOR_API int emulator_order_access(Stream *stream, const int64_t *words, size_t count) {
     if (!emulator_order_on) return 0;
     int found = 0;
@@ -282,11 +283,11 @@ EMULATOR_API int emulator_order_access(Stream *stream, const int64_t *words, siz
     Actor actor = actor_of(stream, &shadow);
     sequence++;
     for (const int64_t *at = words, *end = words + count; at < end && !found && shadow;) {
-        int dims = (int)at[6];
-        const int64_t *sizes = at + 7, *strides = sizes + dims;
+        int dims = (int)at[7];
+        const int64_t *sizes = at + 8, *strides = sizes + dims;
         Description what = {(const char *)(intptr_t)at[0], (const char *)(intptr_t)at[1], (const char *)(intptr_t)at[2],
                             at[3], stream->index, stream->device, dims < ACCESS_DIMS ? dims : ACCESS_DIMS, {0},
-                            (uint64_t)at[5], sequence};
+                            (uint64_t)at[5], sequence, at[6]};
         int64_t own_sizes[MAX_DIMS], own_strides[MAX_DIMS];
         for (int i = 0; i < dims && i < MAX_DIMS; i++) {
             if (i < ACCESS_DIMS) what.sizes[i] = sizes[i];
@@ -306,7 +307,7 @@ EMULATOR_API int emulator_order_access(Stream *stream, const int64_t *words, siz
 
 static size_t describe(int64_t *words, const char *name, const char *argument, const void *address, size_t size, int write) {
     if (emulator_locate(address, NULL, NULL) == -2) return 0;
-    int64_t own[] = {(intptr_t)name, (intptr_t)argument, (intptr_t) "bytes", write, 1, (intptr_t)address, 1, (int64_t)size, 1};
+    int64_t own[] = {(intptr_t)name, (intptr_t)argument, (intptr_t) "bytes", write, 1, (intptr_t)address, 0, 1, (int64_t)size, 1};
     memcpy(words, own, sizeof own);
     return sizeof own / sizeof *own;
 }
@@ -314,7 +315,7 @@ static size_t describe(int64_t *words, const char *name, const char *argument, c
 /* The same for a copy or fill (source NULL) of plain bytes that torch_npu issues by itself. */
 aclError emulator_order_copy(Stream *stream, const char *name, const void *target, const void *source, size_t size) {
     if (!emulator_order_on || !stream) return ACL_SUCCESS;
-    int64_t words[18];
+    int64_t words[20];
     size_t count = source ? describe(words, name, "source", source, size, 0) : 0;
     count += describe(words + count, name, "target", target, size, 1);
     if (!emulator_order_access(stream, words, count)) return ACL_SUCCESS;

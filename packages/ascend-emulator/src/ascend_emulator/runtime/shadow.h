@@ -12,6 +12,7 @@ typedef struct {
     int64_t write, stream, device, dims;
     int64_t sizes[ACCESS_DIMS];
     uint64_t address, sequence;
+    int64_t place; /* graph << 32 | node + 1, 0 outside of replays */
 } Description;
 
 typedef struct {
