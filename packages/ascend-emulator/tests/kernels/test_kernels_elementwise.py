@@ -40,6 +40,14 @@ def test_swiglu(dtype: torch.dtype, dim: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+def test_fast_gelu(dtype: torch.dtype) -> None:
+    x = draw(3, 5, dtype=dtype)
+    out = REGISTRY["npu::npu_fast_gelu"](x)
+    assert out.dtype == dtype and out.shape == x.shape
+    close(out.flatten(), [a / (1 + math.exp(-1.702 * a)) for a in x.double().flatten().tolist()], dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("mode", ["half", "interleave"])
 @pytest.mark.parametrize("factor", [(1, 1, 5, 8), (1, 2, 1, 8), (3, 1, 1, 8)])
 @pytest.mark.parametrize("rotate", [False, True])

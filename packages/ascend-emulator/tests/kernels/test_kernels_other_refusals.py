@@ -86,6 +86,8 @@ REFUSED: list[tuple[str, Build]] = [
     ("cache-contiguous", lambda: cache(key_cache=torch.zeros(3, 2, 16, 8).half().transpose(1, 2))),
     ("swiglu-dtype", lambda: (SWIGLU, [torch.zeros(4).int()])),
     ("swiglu-rank", lambda: (SWIGLU, [torch.zeros(())])),
+    ("gelu-dtype", lambda: ("npu::npu_fast_gelu", [torch.zeros(2, dtype=torch.float64)])),
+    ("gelu-rank", lambda: ("npu::npu_fast_gelu", [torch.zeros([1] * 9)])),
     ("swiglu-even", lambda: (SWIGLU, [torch.zeros(3)])),
     ("swiglu-even", lambda: (SWIGLU, [torch.zeros(4), 1])),
     ("rotary-dtype", lambda: (ROTARY, [torch.zeros(2, 3, 5, 8).double(), *rotary()[1][1:]])),

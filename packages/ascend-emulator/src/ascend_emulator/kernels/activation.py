@@ -1,6 +1,6 @@
-"""npu_swiglu.
+"""npu_swiglu and npu_fast_gelu.
 
-This module owns the gated activation: silu of the first half times the second half, in float32, rounded once.
+This module owns the activations without quantisation: in float32, rounded once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 from .rules import declare, document, refuse
 
 OP = "npu::npu_swiglu"
+OP_GELU = "npu::npu_fast_gelu"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 declare(
@@ -20,6 +21,17 @@ declare(
         "swiglu-dtype": ("float16, bfloat16, float32", "cast the input"),
         "swiglu-rank": ("an input of 1 to 8 axes", "reshape the input"),
         "swiglu-even": ("an existing axis of even length to split", "split along another axis"),
+    },
+)
+
+
+declare(
+    "npu_fast_gelu",
+    document("npu_fast_gelu"),
+    "test_kernels_other_refusals.py",
+    {
+        "gelu-dtype": ("float16, bfloat16, float32", "cast the input"),
+        "gelu-rank": ("an input of at most 8 axes", "reshape the input"),
     },
 )
 
@@ -50,4 +62,27 @@ def npu_swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     return (torch.nn.functional.silu(first) * second).to(input.dtype)
 
 
-KERNELS = {OP: npu_swiglu}
+def npu_fast_gelu(input: torch.Tensor) -> torch.Tensor:
+    """``x * sigmoid(1.702 * x)``, the form that A2 and A3 have.
+
+    Args:
+        input: at most 8 axes; float16, bfloat16 or float32.
+
+    Returns:
+        Shape and dtype of the input.
+
+    Raises:
+        OpRefused: a documented constraint is broken.
+
+    Source:
+        Document of torch_npu.npu_fast_gelu in the torch_npu 2.12.0 wheel.
+    """
+    if input.dtype not in _DTYPES:
+        refuse(OP_GELU, "gelu-dtype", "input", input.dtype)
+    if input.dim() > 8:
+        refuse(OP_GELU, "gelu-rank", "input", f"{input.dim()} axes")
+    x = input.float()
+    return (x * (1.702 * x).sigmoid()).to(input.dtype)
+
+
+KERNELS = {OP: npu_swiglu, OP_GELU: npu_fast_gelu}

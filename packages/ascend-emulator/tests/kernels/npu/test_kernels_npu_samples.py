@@ -184,6 +184,8 @@ SAMPLES: dict[str, Callable[[], Call]] = {
     "npu::recurrent_gated_delta_rule": lambda: (
         [r(1, 2, 96, dtype=B), r(4, 4, 8, 16, dtype=B), r(1, 2, 4, dtype=B), 0.25, i32(2), i32([0, 3]), 2, 4], {},
     ),
+    "npu::npu_fast_gelu": lambda: ([r(2, 8)], {}),
+    "npu::batch_matmul_transpose": lambda: ([r(3, 2, 4), r(2, 4, 5), torch.zeros(3, 2, 5, dtype=H)], {}),
     "npu::causal_conv1d": lambda: (
         [r(3, 16), r(4, 16), r(2, 6, 16), None, i32(0, 2, 3), i32(1, 0)], {"activation_mode": 1, "run_mode": 1},
     ),
