@@ -18,6 +18,7 @@ from . import (
     batch_matmul,
     casts,
     causal_conv,
+    chunk_delta,
     fia_v1,
     fia_v2,
     gated,
@@ -64,7 +65,7 @@ _MODULES: tuple[Any, ...] = (
     *(quant, quant_matmul, weight_quant_matmul, grouped_matmul, grouped_swiglu, batch_matmul),
     *(top_k_top_p, prefetch),
     *(moe_gating, moe_routing, moe_finalize, moe_dispatch, moe_combine, moe_combine_norm),
-    *(gated_delta, causal_conv),
+    *(gated_delta, chunk_delta, causal_conv),
 )
 REGISTRY: dict[str, Callable[..., Any]] = {
     name: kernel for module in _MODULES for name, kernel in module.KERNELS.items()

@@ -91,7 +91,7 @@ note(
 )
 
 
-def _advance(
+def advance(
     state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token. Shapes: state [Nv, Dv, Dk], q and k [Nv, Dk], v [Nv, Dv], beta [Nv], decay broadcast over state."""
@@ -184,7 +184,7 @@ def _recurrent(
             raise DeviceFault(op, f"{taken} accepted tokens of {length}")
         current = state[places[first + taken - 1]].float()
         for token in range(first, first + length):
-            current, out[token] = _advance(
+            current, out[token] = advance(
                 current, q[token] * scale, k[token], value[token].float(), beta[token].float(), decay[token]
             )
             state[places[token]] = current.to(BF16)
@@ -351,7 +351,7 @@ def recurrent_gated_delta_rule(
             current = recurrent_state[slot].float()
         for token in range(lengths[request]):
             at = request, token
-            current, row = _advance(current, q[at], k[at], v[at], gate[at], decay[at][:, None, None])
+            current, row = advance(current, q[at], k[at], v[at], gate[at], decay[at][:, None, None])
             pool[_index(OP_SGL, "state index", places[request][token], pool.size(0))] = current.to(BF16)
             out[at] = row.to(BF16)
     return out
