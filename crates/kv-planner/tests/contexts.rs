@@ -217,4 +217,6 @@ fn impossible_shares_are_refused() {
     let far = token_interleaved(&[i64::MAX / 2], &[1], span(3, 0, 0), whole);
     assert_eq!(far.unwrap_err().kind, ErrorKind::PageOutOfRange);
     assert!(page_interleaved(&[], &[], span(0, 0, virtual_page), whole, Slots::Local).unwrap().runs().is_empty());
+    let nothing = page_interleaved(&[], &[], span(3 * PAGE, 1, 0), whole, Slots::Local);
+    assert!(nothing.unwrap().runs().is_empty(), "a chunk without pages needs no destination");
 }
