@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 
 import kv_planner as kp
 
-__all__ = ["Component", "Deployment", "Layers", "Model", "Parallelism"]
+__all__ = ["Component", "Deployment", "Model", "Parallelism"]
 
 _SPAN = re.compile(r"(\d+)(?:\.\.(\d+)(?:/(\d+))?)?")
 _MOST = 1 << 16
@@ -37,16 +37,13 @@ def _layers(value: object) -> object:
     return layers
 
 
-Layers = Annotated[
-    list[int],
-    BeforeValidator(_layers),
-    WithJsonSchema(
-        {
-            "anyOf": [{"type": "array", "items": {"type": "integer", "minimum": 0}}, {"type": "string"}],
-            "description": 'Global layer ids: a list, or spans such as "0..30, 47, 3..59/4", both ends included.',
-        }
-    ),
-]
+_READ = BeforeValidator(_layers)
+_SCHEMA = WithJsonSchema(
+    {
+        "anyOf": [{"type": "array", "items": {"type": "integer", "minimum": 0}}, {"type": "string"}],
+        "description": 'Global layer ids: a list, or spans such as "0..30, 47, 3..59/4", both ends included.',
+    }
+)
 
 
 class _Strict(BaseModel):
@@ -58,7 +55,7 @@ class Component(_Strict):
 
     component: kp.Component
     part: kp.Part = "target"
-    layers: Layers
+    layers: Annotated[list[int], _READ, _SCHEMA]
     dtype: kp.DType
     total_heads: int = Field(default=1, ge=1)
     dims: int = Field(ge=1)
@@ -90,7 +87,7 @@ class Parallelism(_Strict):
     """
 
     pipeline: int | None = Field(default=None, ge=1, le=1024)
-    stages: list[Layers] | None = Field(default=None, min_length=1, max_length=1024)
+    stages: list[Annotated[list[int], _READ, _SCHEMA]] | None = Field(default=None, min_length=1, max_length=1024)
     tensor: int = Field(default=1, ge=1, le=1024)
     context: int = Field(default=1, ge=1, le=1024)
     data: int = Field(default=1, ge=1, le=1024)

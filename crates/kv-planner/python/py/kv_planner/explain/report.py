@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import cache
 
 from pydantic import BaseModel, ConfigDict
 
@@ -129,43 +128,53 @@ def _spans(numbers: Iterable[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}..{last}" for first, last in spans)
 
 
-@cache
-def _runs(context: tuple[int, int], pages: int, *, everywhere: bool, scattered: bool) -> kp.Runs:
-    """A request of `pages` pages whose pages lie one behind the other, or no two do."""
-    dcp_rank, dcp_size = context
-    places = [1 + (2 if scattered else 1) * page for page in range(pages)]
-    if dcp_size == 1:
-        return kp.Runs(places, list(reversed(places)) if scattered else places)
-    return kp.page_interleaved(
-        places,
-        places[: -(-pages // dcp_size)],
-        page_size=1,
-        dcp_rank=dcp_rank,
-        dcp_size=dcp_size,
-        tokens=pages,
-        slots="global" if everywhere else "local",
-    )
+class _Request:
+    """A request whose pages lie one behind the other, or no two do; the same runs serve many routes."""
+
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+        self._known: dict[tuple[int, int, bool, bool], kp.Runs] = {}
+
+    def runs(self, place: kp.Placement, *, everywhere: bool, scattered: bool) -> kp.Runs:
+        """The share of a receiving rank: of pages that lie on every rank, or on their owner."""
+        key = (place.dcp_rank, place.dcp_size, everywhere, scattered)
+        if key not in self._known:
+            self._known[key] = self._make(*key)
+        return self._known[key]
+
+    def _make(self, dcp_rank: int, dcp_size: int, everywhere: bool, scattered: bool) -> kp.Runs:
+        places = [1 + (2 if scattered else 1) * page for page in range(self.pages)]
+        if dcp_size == 1:
+            return kp.Runs(places, list(reversed(places)) if scattered else places)
+        return kp.page_interleaved(
+            places,
+            places[: -(-self.pages // dcp_size)],
+            page_size=1,
+            dcp_rank=dcp_rank,
+            dcp_size=dcp_size,
+            tokens=self.pages,
+            slots="global" if everywhere else "local",
+        )
 
 
-def _plans(route: kp.Route, pages: int, *, scattered: bool) -> Iterator[kp.Plan]:
+def _plans(route: kp.Route, request: _Request, *, scattered: bool) -> Iterator[kp.Plan]:
     by_page = route.slice(item_kinds=["page"])
     place = route.destination.placement
-    context = (place.dcp_rank, place.dcp_size)
     if place.dcp_size == 1:
-        yield kp.Plan(by_page, _runs(context, pages, everywhere=False, scattered=scattered))
+        yield kp.Plan(by_page, request.runs(place, everywhere=False, scattered=scattered))
     else:
         names = {(pair.component, pair.part) for pair in by_page.pairs}
         for component, part in sorted(names):
             everywhere = component in _EVERYWHERE or part == "draft"
             one = by_page.slice(components=[component], parts=[part])
-            yield kp.Plan(one, _runs(context, pages, everywhere=everywhere, scattered=scattered))
+            yield kp.Plan(one, request.runs(place, everywhere=everywhere, scattered=scattered))
     for kind in ("request_row", "token"):
         own = route.slice(item_kinds=[kind])
         if own:
             yield kp.Plan(own, kp.Runs([1], [1], item_kind=kind))
 
 
-def _transfer(route: kp.Route, source: int, destination: int, pages: int) -> Transfer:
+def _transfer(route: kp.Route, source: int, destination: int, request: _Request) -> Transfer:
     layers: dict[str, set[int]] = {}
     heads: dict[str, list[str]] = {}
     for pair in route.pairs:
@@ -175,7 +184,7 @@ def _transfer(route: kp.Route, source: int, destination: int, pages: int) -> Tra
         known = heads.setdefault(f"{pair.component}/{pair.part}", [])
         if span not in known:
             known.append(span)
-    joined = list(_plans(route, pages, scattered=False))
+    joined = list(_plans(route, request, scattered=False))
     return Transfer(
         source=source,
         destination=destination,
@@ -185,7 +194,7 @@ def _transfer(route: kp.Route, source: int, destination: int, pages: int) -> Tra
         bytes_per_request=route.slice(item_kinds=["request_row", "token"]).item_bytes,
         bytes=sum(plan.nbytes for plan in joined),
         blocks_joined=sum(plan.block_count for plan in joined),
-        blocks_scattered=sum(plan.block_count for plan in _plans(route, pages, scattered=True)),
+        blocks_scattered=sum(plan.block_count for plan in _plans(route, request, scattered=True)),
     )
 
 
@@ -231,12 +240,12 @@ def explain(prefill: Deployment, decode: Deployment, *, pages: int = 1) -> Repor
         agreement = kp.agree(local, remote)
     except (kp.LayoutMismatch, kp.HeadsDoNotSplit, kp.UnsupportedPlacement) as error:
         return _refusal(error, pages)
-    transfers = []
+    transfers, request = [], _Request(pages)
     for source in range(len(local)):
         for destination in range(len(remote)):
             route = agreement.route(source, destination)
             if route:
-                transfers.append(_transfer(route, source, destination, pages))
+                transfers.append(_transfer(route, source, destination, request))
 
     def ranks(side: kp.Deployment, busy: set[int]) -> list[Rank]:
         places = enumerate(manifest.placement.describe() for manifest in side.manifests)
