@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "crates/kv-planner/python/tests/golden"
-NAMES = ("contexts", "hashes", "heads", "pairing", "prefixes", "runs", "slicing", "states", "steps")
+NAMES = ("compressed", "contexts", "hashes", "heads", "pairing", "prefixes", "runs", "slicing", "states", "steps")
 ENGINE = "SGLang 0.5.23"
 
 __all__ = ["GOLDEN", "NAMES", "dump", "record"]

@@ -19,10 +19,9 @@ CASES = [
 ]
 
 
-def channels(blocks: list[list[int]]) -> list[list[tuple[int, int, int]]]:
-    """(source rank, source channel, destination channel), one by one, by destination."""
-    single = [(rank, source + i, to + i) for rank, source, to, count in blocks for i in range(count)]
-    return sorted(single, key=lambda item: item[2])  # type: ignore[return-value]
+def channels(blocks: list[list[int]]) -> list[tuple[int, int, int]]:
+    """(destination channel, source rank, source channel), one by one."""
+    return sorted((to + i, rank, source + i) for rank, source, to, count in blocks for i in range(count))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -30,10 +29,10 @@ def test_blocks(case: dict[str, Any]) -> None:
     """Groups sharded apart are groups of the route; a state of one axis is one group of all channels."""
     groups = [(width, 1) for width in (case["groups"] if case["apart"] else [sum(case["groups"])])]
     for rank, theirs in enumerate(case["ranks"]):
-        found = []
+        found: list[list[int]] = []
         for sender in range(case["prefill"]):
             route = kp.StateRoute(groups, source=(sender, case["prefill"]), destination=(rank, case["decode"]))
             columns = zip(*(column.tolist() for column in route.arrays()), strict=True)
             found += [[sender, *block] for block in columns]
         assert channels(found) == channels(theirs)
-        assert [to for _, _, to in channels(found)] == list(range(sum(case["groups"]) // case["decode"]))
+        assert [to for to, _, _ in channels(found)] == list(range(sum(case["groups"]) // case["decode"]))
