@@ -14,7 +14,7 @@ from pathlib import Path
 import ascend_emulator
 import pytest
 
-ascend_emulator.install()
+ascend_emulator.install(check_order=True)
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "stand_ins")]

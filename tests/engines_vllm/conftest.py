@@ -10,7 +10,7 @@ import warnings
 
 import ascend_emulator
 
-ascend_emulator.install()
+ascend_emulator.install(check_order=True)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
