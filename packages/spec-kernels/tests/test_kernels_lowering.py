@@ -12,6 +12,7 @@ from spec_kernels import tiling
 from spec_kernels.tiling import grid, tile
 
 
+@pytest.mark.timeout(400)
 def test_every_kernel_compiles_without_a_device(tmp_path: Path) -> None:
     """The interpreter is more forgiving than the compiler; no GPU is needed to compile for one."""
     script = Path(__file__).with_name("lower_kernels.py")

@@ -139,3 +139,23 @@ def test_pages_that_are_no_lists_are_refused(pages: Any) -> None:
 def test_page_size_zero_is_refused() -> None:
     with pytest.raises(sk.MetadataError, match="page_size"):
         sk.build_paged_metadata([[3]], [1], [2], page_size=0)
+
+
+def test_each_draft_step_has_lengths_of_its_own() -> None:
+    """[8, 5] gives 9/6, 10/7, 11/8 and never one list for all (contracts.md A-08); a padded row stays 0."""
+    table, committed = torch.zeros(3, 4, dtype=torch.int32), [8, 5, 0]
+    found = sk.draft_step_metadata(table, committed, steps=3, page_size=4)
+    assert [step.kv_lens for step in found] == [[9, 6, 0], [10, 7, 0], [11, 8, 0]]
+    assert all(step.q_lens == [1, 1, 1] and step.block_table is table for step in found)
+    found[0].kv_lens[0] = 99
+    assert found[1].kv_lens[0] == 10 and committed == [8, 5, 0]
+
+
+def test_a_draft_ends_where_the_table_does() -> None:
+    """625 pages of 128 hold 80,000 tokens; 80,001 is refused (field_faults C10)."""
+    table = torch.zeros(1, 625, dtype=torch.int32)
+    assert sk.draft_step_metadata(table, [79_999], steps=1, page_size=128)[0].kv_lens == [80_000]
+    with pytest.raises(sk.TableCapacityError, match="80001"):
+        sk.draft_step_metadata(table, [79_999], steps=2, page_size=128)
+    with pytest.raises(sk.MetadataError, match="steps"):
+        sk.draft_step_metadata(table, [1], steps=0, page_size=128)

@@ -47,6 +47,7 @@ from spec_kernels.paged_metadata import (
     PagedAttentionMetadata,
     build_paged_metadata,
     check_kv_lens,
+    draft_step_metadata,
     exact_length_mask,
 )
 from spec_kernels.rolling import causal_conv1d_update, keep_states
@@ -142,6 +143,7 @@ __all__ = [
     "draft_extend_fields",
     "draft_extend_inputs",
     "draft_extend_layout",
+    "draft_step_metadata",
     "exact_length_mask",
     "expert_parallel_moe",
     "extend_cache_locs",

@@ -17,7 +17,13 @@ import torch
 
 from spec_kernels.errors import DtypeError, IndexWidthError, LengthError, MetadataError, TableCapacityError
 
-__all__ = ["PagedAttentionMetadata", "build_paged_metadata", "check_kv_lens", "exact_length_mask"]
+__all__ = [
+    "PagedAttentionMetadata",
+    "build_paged_metadata",
+    "check_kv_lens",
+    "draft_step_metadata",
+    "exact_length_mask",
+]
 
 IntList: TypeAlias = "Sequence[int] | npt.NDArray[Any] | torch.Tensor"
 INT32_MAX = 2**31 - 1
@@ -170,6 +176,40 @@ def build_paged_metadata(
     return PagedAttentionMetadata(
         table.to(device), queries + [pad] * (height - count), lengths + [0] * (height - count)
     )
+
+
+def draft_step_metadata(
+    block_table: torch.Tensor, committed_lens: Sequence[int], *, steps: int, page_size: int
+) -> list[PagedAttentionMetadata]:
+    """Describe the decode steps of a draft, each with lengths of its own: step `s` has `committed + s + 1` KV tokens.
+
+    Args:
+        block_table: Pages of each request, those of the draft's tokens included. Shape: [rows, columns]; dtype int32.
+        committed_lens: Committed tokens of each request; 0 marks a padded row. Never mutated.
+        steps: Draft steps.
+        page_size: Tokens in a page.
+
+    Returns:
+        One a step; all share the table, none shares a list.
+
+    Padding: a padded row keeps length 0 in every step.
+
+    Raises:
+        MetadataError: A size is no whole number in its range.
+        LengthError: A length is negative.
+        TableCapacityError: The last step would need a page beyond the table.
+
+    Source: contracts.md §A-08; field_faults C10, E13.
+    """
+    _whole("steps", steps, least=1)
+    _whole("page_size", page_size, least=1)
+    lens = _lengths("committed_lens", list(committed_lens))
+    for index, length in enumerate(lens):
+        _check_capacity(f"committed_lens[{index}]", length + steps if length else 0, block_table.shape[1], page_size)
+    return [
+        PagedAttentionMetadata(block_table, [1] * len(lens), [length + step + 1 if length else 0 for length in lens])
+        for step in range(steps)
+    ]
 
 
 def check_kv_lens(kv_lens: Sequence[int], *, columns: int, page_size: int, q_len: int) -> None:
