@@ -1,4 +1,7 @@
-"""Owns what pool tests share: labelled bytes, the plain loop, builders, a cache of known bytes, a random machine."""
+"""Owns what pool tests share: labelled bytes, the plain loop, builders, a cache of known bytes, a random machine.
+
+Long because a conftest is the only module that all tests of a folder share.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from kv_planner import ComponentSpec, ModelLayout, PrefixIndex
-from kv_pool import MhaPool, OutOfPages, PageAllocator
+from kv_pool import MhaPool, MlaPool, OutOfPages, PageAllocator
 from kv_pool.hicache import (
     Acquired,
     HiCacheController,
@@ -29,6 +32,7 @@ from kv_pool.hicache import (
     Mirror,
     MoverName,
     Namespace,
+    StorageTier,
     Streams,
     WritePolicy,
     create_mover,
@@ -194,14 +198,19 @@ class CacheBench:
         streams: Streams | None = None,
     ) -> None:
         self.size = layout.page_size
-        self.pool = MhaPool(layout, size=pages * self.size, device=device)
+        kind = MlaPool if any(spec.component == "latent" for spec in layout.components) else MhaPool
+        self.pool: MhaPool | MlaPool = kind(layout, size=pages * self.size, device=device)
         self.allocator = PageAllocator(self.pool.num_pages, self.size)
         self.host = HostPool(self.pool, pages=host_pages, layout=host_layout)
         self.index = PrefixIndex(self.size, device_pages=pages + 1, host_pages=host_pages + 1)
-        self.cache = HiCacheController(
-            self.pool, self.allocator, self.host, self.index, policy=policy, mover=mover, streams=streams
-        )
+        self.options: Any = {"policy": policy, "mover": mover, "streams": streams}
+        self.attach(None)
         self.layers = sorted({layer for mirror in self.host.mirrors for layer in mirror.layer_ids})
+
+    def attach(self, storage: StorageTier | None) -> None:
+        """Make the cache over empty pools, with a third level or not."""
+        parts = (self.pool, self.allocator, self.host, self.index)
+        self.cache = HiCacheController(*parts, storage=storage, **self.options)
 
     def expected(
         self, mirror: Mirror, layer: int, text: Sequence[int], namespace: Namespace, page: int
@@ -263,7 +272,8 @@ class CacheBench:
         free = [page for page in used if self.allocator.holders([page])[0] == 0]
         for mirror in self.host.mirrors:
             held = mirror.device[:, free].cpu()
-            assert bool((held.isnan() if held.is_floating_point() else held == -1).all())
+            poisoned = held.float().isnan() if held.is_floating_point() else held.view(torch.int8) == -1
+            assert bool(poisoned.all())
 
 
 @pytest.fixture
@@ -271,7 +281,8 @@ def make_cache(make_layout: Callable[..., ModelLayout]) -> Callable[..., CacheBe
     """Build a cache over a pool of target and draft, K and V of unequal widths."""
 
     def make(device: str = "cpu", pages: int = 8, host_pages: int = 16, **options: Any) -> CacheBench:
-        layout = make_layout(layers=(0, 1), draft=(2,), dtype=options.pop("dtype", "float16"))
+        layout = options.pop("layout", None)
+        layout = layout or make_layout(layers=(0, 1), draft=(2,), dtype=options.pop("dtype", "float16"))
         return CacheBench(layout, device=device, pages=pages, host_pages=host_pages, **options)
 
     return make
@@ -314,6 +325,7 @@ class CacheMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["write_through", "write_through_selective", "write_back"]),
     )
     def start(self, pages: int, host_pages: int, policy: WritePolicy) -> None:
+        self.sizes = (pages, host_pages)
         self.bench = self.make(self.device, pages, host_pages, policy=policy)
 
     @rule(name=st.integers(0, len(BRANCHES) - 1), length=st.integers(1, 22), namespace=st.sampled_from([None, "other"]))
@@ -326,6 +338,15 @@ class CacheMachine(RuleBasedStateMachine):
         assert acquired.device_hit_tokens + acquired.host_hit_tokens == acquired.hit_tokens
         assert len(set(acquired.pages.tolist())) == -(-length // 4)
         self.running.append(acquired)
+
+    @precondition(lambda self: self.bench.cache._storage is not None)
+    @rule(name=st.integers(0, len(BRANCHES) - 1), length=st.integers(1, 22), cancel=st.booleans())
+    def prefetch(self, name: int, length: int, cancel: bool) -> None:
+        prefetch = self.bench.cache.prefetch(branch(name, length))
+        if cancel:
+            prefetch.cancel()
+        self.bench.cache.poll()
+        assert prefetch.state != "reading" and 4 * prefetch.pages <= length
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -359,6 +380,12 @@ class CacheMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         self.bench.cache.abort(self.running.pop(data.draw(st.integers(0, len(self.running) - 1))))
 
+    @precondition(lambda self: self.bench.cache._storage is not None)
+    @rule()
+    def restart(self) -> None:
+        self.teardown()
+        self.bench = self.make(self.device, *self.sizes, policy=self.bench.cache.policy)
+
     @rule(pages=st.integers(1, 9))
     def evict(self, pages: int) -> None:
         self.bench.cache.evict(pages)
@@ -374,7 +401,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert books.available + books.evictable + books.protected + books.in_use == books.total
         owned = [page for acquired in self.running for page in acquired.pages[acquired._owned].tolist()]
         assert len(owned) == len(set(owned))
-        if not self.bench.cache._copies.pending:
+        if not self.bench.cache.pending:
             assert books.in_use == len(owned) and counts.locks == len(self.running)
             assert counts.host.held == self.bench.host.allocator.held
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from kv_planner import ComponentSpec, ModelLayout
 from kv_pool import OutOfPages
-from kv_pool.hicache import ImmediateStreams, Lane, Mark
+from kv_pool.hicache import FileStorage, ImmediateStreams, Lane, Mark, StorageTier
 
 
 class LateMark:
@@ -31,22 +32,56 @@ class LateStreams(ImmediateStreams):
         return LateMark(3)
 
 
+def sparse_layout() -> ModelLayout:
+    """Latent and rope on all layers, index keys and scales on one of them and on the draft."""
+    specs = [
+        ComponentSpec(component, part, layer_ids=layers, dtype=dtype, total_heads=1, dims=dims)
+        for part, owners in (("target", [0, 1, 2]), ("draft", [5]))
+        for component, dtype, dims, layers in (
+            ("latent", "bfloat16", 8, owners),
+            ("rope", "bfloat16", 4, owners),
+            ("index_key", "float8_e4m3fn", 3, owners[-1:]),
+            ("index_scale", "float32", 1, owners[-1:]),
+        )
+    ]  # type: ignore[misc]
+    return ModelLayout(specs, page_size=4, fingerprint="sparse")
+
+
 @pytest.fixture
-def make_cache(make_cache: Callable[..., Any], request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """The caches of this file, with the streams that a test asks for."""
+def make_cache(
+    make_cache: Callable[..., Any], request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Any]:
+    """The caches of this file, with the streams, pools and third level that a test asks for."""
+    streams, chosen = request.param[0], request.param[1:]
+    store = FileStorage(tmp_path_factory.mktemp("pages"), capacity_bytes=400_000) if "store" in chosen else None
 
     def make(*args: Any, **options: Any) -> Any:
-        return make_cache(*args, streams=request.param(), **options)
+        layout = sparse_layout() if "sparse" in chosen else None
+        bench = make_cache(*args, streams=streams(), layout=layout, **options)
+        if store is not None:
+            bench.attach(StorageTier(bench.host, bench.index, store, threshold=4, batch=2, threads=0))
+        return bench
 
     return make
 
 
-@pytest.mark.parametrize("make_cache", [ImmediateStreams, LateStreams], indirect=True)
+KINDS = [
+    (ImmediateStreams,),
+    (LateStreams,),
+    (LateStreams, "sparse"),
+    (LateStreams, "store"),
+    (LateStreams, "sparse", "store"),
+]
+
+
+@pytest.mark.parametrize(
+    "make_cache", KINDS, indirect=True, ids=lambda kind: "-".join(map(str, kind[1:])) or kind[0].__name__
+)
 def test_any_interleaving(run_machine: Callable[..., None]) -> None:
-    run_machine("cpu", examples=50, steps=40)
+    run_machine("cpu", examples=25, steps=40)
 
 
-@pytest.mark.parametrize("make_cache", [LateStreams], indirect=True)
+@pytest.mark.parametrize("make_cache", [(LateStreams,)], indirect=True)
 def test_pages_under_way_are_waited_for_before_a_request_is_refused(
     make_cache: Callable[..., Any], text: Callable[[int, int], list[int]]
 ) -> None:

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_planner import ComponentSpec, ModelLayout, Placement
 from kv_pool import BudgetError, MhaPool, PoolShare, available_host_bytes, plan_memory
+from kv_pool.__main__ import app
 from kv_pool.hicache import HostPool
 from kv_pool.sizing import request_from_json
+from typer.testing import CliRunner
 
 GIB = 2**30
 
@@ -150,8 +152,11 @@ def test_the_command_prints_the_plan(tmp_path: Path) -> None:
     plan = plan_memory(**request_from_json(path.read_text()))
     assert json.loads(done.stdout)["tokens"] == plan.tokens > 0
     path.write_text("{}")
-    refused = subprocess.run(run, capture_output=True, text=True, check=False, timeout=60)
-    assert refused.returncode == 2 and "pools" in refused.stderr
+    refused = CliRunner().invoke(app, ["size", str(path)])
+    assert refused.exit_code == 2 and "pools" in refused.output
+    path.write_text(json.dumps({**config(), "host_bytes": 0}))
+    shown = CliRunner().invoke(app, ["size", str(path), "--host-free"])
+    assert shown.exit_code == 0 and f"{plan.tokens} tokens" in shown.output
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from kv_pool.adopted import adopt
 from kv_pool.allocator import PageAllocator
 from kv_pool.copies import PageCopy
 from kv_pool.errors import (
+    AgreementError,
     AliasedRows,
     BudgetError,
     CacheError,
@@ -31,6 +32,8 @@ from kv_pool.errors import (
     RowMismatch,
     SharedTail,
     SlotOutOfRange,
+    StorageDamaged,
+    StorageError,
     TableError,
     UnheldComponent,
     UnknownForm,
@@ -52,6 +55,7 @@ from kv_pool.tables import block_table, narrow_slots, slots_for
 from kv_pool.writers import Writer, WriterName, create_writer, writer_names
 
 __all__ = [
+    "AgreementError",
     "AliasedRows",
     "BudgetError",
     "CacheError",
@@ -85,6 +89,8 @@ __all__ = [
     "SlotOutOfRange",
     "StateKind",
     "StatePool",
+    "StorageDamaged",
+    "StorageError",
     "TableError",
     "UnheldComponent",
     "UnknownForm",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "AgreementError",
     "AliasedRows",
     "BudgetError",
     "CacheError",
@@ -30,6 +31,8 @@ __all__ = [
     "RowMismatch",
     "SharedTail",
     "SlotOutOfRange",
+    "StorageDamaged",
+    "StorageError",
     "TableError",
     "UnheldComponent",
     "UnknownForm",
@@ -177,6 +180,24 @@ class UnsupportedMover(KvPoolError, ValueError):
 
 class MoveRefused(KvPoolError, ValueError):
     """A copy between device and host was refused; nothing was moved."""
+
+
+class StorageError(KvPoolError, OSError):
+    """A store beyond the host that cannot be used, or a page that it could not keep."""
+
+
+class StorageDamaged(StorageError):
+    """A stored page that is not what was written under its key; it is not served.
+
+    Attributes:
+        pages_read: Leading pages of the call that are whole.
+    """
+
+    pages_read: int = 0
+
+
+class AgreementError(KvPoolError, RuntimeError):
+    """Ranks of one model that do not agree, or would not."""
 
 
 class CacheError(KvPoolError, RuntimeError):

@@ -1,6 +1,7 @@
 """Owns the second level of the cache: host memory that mirrors a device pool, and what moves pages between both.
 
-It does not own the device pool, nor storage beyond the host. Importing it imports torch and kv_planner alone.
+A third level (`storage`) keeps pages beyond the host. It does not own the device pool. Importing it imports torch and
+kv_planner alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,17 @@ from kv_pool.hicache.acquired import Acquired, Namespace
 from kv_pool.hicache.controller import HiCacheController
 from kv_pool.hicache.host_pool import ALIGNMENT, HOST_LAYOUTS, HostLayout, HostPool, Mirror, MirroredPool
 from kv_pool.hicache.movers import Mover, MoverCapabilities, MoverName, create_mover, mover_names, whole_pages
+from kv_pool.hicache.ranks import HitAgreement, owner_rank
+from kv_pool.hicache.storage import (
+    FileStorage,
+    PageStorage,
+    Prefetch,
+    StorageCounters,
+    StorageIdentity,
+    StorageTier,
+    create_storage,
+    page_keys,
+)
 from kv_pool.hicache.streams import ImmediateStreams, Lane, Mark, Streams, create_streams
 
 __all__ = [
@@ -19,7 +31,9 @@ __all__ = [
     "Accounting",
     "Acquired",
     "CacheCounters",
+    "FileStorage",
     "HiCacheController",
+    "HitAgreement",
     "HostLayout",
     "HostPool",
     "ImmediateStreams",
@@ -31,10 +45,18 @@ __all__ = [
     "MoverCapabilities",
     "MoverName",
     "Namespace",
+    "PageStorage",
+    "Prefetch",
+    "StorageCounters",
+    "StorageIdentity",
+    "StorageTier",
     "Streams",
     "WritePolicy",
     "create_mover",
+    "create_storage",
     "create_streams",
     "mover_names",
+    "owner_rank",
+    "page_keys",
     "whole_pages",
 ]

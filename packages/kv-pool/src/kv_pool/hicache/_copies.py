@@ -31,7 +31,17 @@ __all__ = ["Copies"]
 class Copies:
     """Backups and loads of one cache; each kind ends in the order in which it began."""
 
-    def __init__(self, device: DevicePages, host: HostPool, index: PrefixIndex, mover: Mover, streams: Streams) -> None:
+    def __init__(
+        self,
+        device: DevicePages,
+        host: HostPool,
+        index: PrefixIndex,
+        mover: Mover,
+        streams: Streams,
+        *,
+        backed_up: Callable[[IntArray], None] | None = None,
+    ) -> None:
+        self._on_backed_up = backed_up
         self._device = device
         self._host = host
         self._index = index
@@ -141,6 +151,8 @@ class Copies:
                 self._index.backed_up(backup.nodes, backup.host_pages)
                 kept = True
                 self.backed_up += backup.nodes.size
+                if self._on_backed_up is not None:
+                    self._on_backed_up(backup.nodes)
             finally:
                 if not kept:
                     self._host.allocator.release(backup.host_pages)

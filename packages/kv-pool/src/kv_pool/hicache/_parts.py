@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
-from kv_pool.errors import HostPoolError
+from kv_pool.errors import CacheError, HostPoolError
 
 if TYPE_CHECKING:
     from kv_planner import PrefixIndex
 
     from kv_pool.allocator import PageAllocator
     from kv_pool.hicache.host_pool import HostPool, MirroredPool
+    from kv_pool.hicache.storage import StorageTier
 
-__all__ = ["WritePolicy", "check_parts"]
+__all__ = ["WritePolicy", "bad_tokens", "check_parts", "no_storage"]
 
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
 
 
 def check_parts(
-    pool: MirroredPool, allocator: PageAllocator, host: HostPool, index: PrefixIndex, policy: WritePolicy
+    pool: MirroredPool,
+    allocator: PageAllocator,
+    host: HostPool,
+    index: PrefixIndex,
+    policy: WritePolicy,
+    storage: StorageTier | None,
 ) -> None:
     """Refuse parts that do not belong together.
 
@@ -36,6 +42,8 @@ def check_parts(
         ("index.counts().nodes", index.counts().nodes, 0),
         ("policy", policy in get_args(WritePolicy) or policy, True),
     ]
+    if storage is not None:
+        rules += [("storage.host", storage.host is host, True), ("storage.index", storage.index is index, True)]
     for argument, given, expected in rules:
         if given != expected:
             raise HostPoolError(
@@ -45,3 +53,25 @@ def check_parts(
                 consequence="pages of the cache would be those of somebody else, or of no pool",
                 remedy="make pool, allocator, host pool and index for one another, and use each for one cache",
             )
+
+
+def no_storage() -> CacheError:
+    """The error of a call that needs a third level."""
+    return CacheError(
+        "prefetch",
+        given="a cache of two levels",
+        expected="a cache with storage",
+        consequence="there is nothing to fetch from",
+        remedy="pass storage= at construction",
+    )
+
+
+def bad_tokens(given: str, expected: str) -> CacheError:
+    """The error of a text that is not what the pages hold."""
+    return CacheError(
+        "tokens",
+        given=given,
+        expected=expected,
+        consequence="the pages would be found under a text that they do not hold",
+        remedy="pass the tokens whose K and V the pages hold",
+    )

@@ -1,8 +1,8 @@
-"""Owns the life of a prompt in a two-level cache: find, load, compute, keep, back up, evict.
+"""Owns the life of a prompt in the cache: find, load, compute, keep, back up, evict.
 
 The controller decides; the index knows which tokens lie in which pages, the mover moves bytes, `_copies` keeps their
-order. One owner calls it, as one scheduler owns a pool. It does not compute attention and does not talk to other ranks:
-what they found comes in through `limit`.
+order, and a third level (`storage`) is filled from the host and read by `prefetch`. One owner calls it, as one
+scheduler owns a pool. It does not compute attention, nor talk to other ranks: their hits come in by `limit`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import numpy as np
 from kv_pool.errors import CacheError, HitError, UnknownLayer
 from kv_pool.hicache._copies import Copies
 from kv_pool.hicache._device import DevicePages
-from kv_pool.hicache._parts import WritePolicy, check_parts
+from kv_pool.hicache._parts import WritePolicy, bad_tokens, check_parts, no_storage
 from kv_pool.hicache.accounting import Accounting, CacheCounters
 from kv_pool.hicache.acquired import Acquired, Namespace
 from kv_pool.hicache.movers import Mover, MoverName, create_mover
+from kv_pool.hicache.storage.tier import take_host_pages
 from kv_pool.hicache.streams import Streams, create_streams
 from kv_pool.tables import IndexLike, IntArray, as_index_array
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from kv_pool.allocator import PageAllocator
     from kv_pool.hicache._inflight import Load
     from kv_pool.hicache.host_pool import HostPool, MirroredPool
+    from kv_pool.hicache.storage import Prefetch, StorageTier
 
 __all__ = ["HiCacheController", "WritePolicy"]
 
@@ -53,6 +55,7 @@ class HiCacheController:
         mover: A mover for `host`, or the name of one; `None` is `"auto"`.
         streams: Lanes for copies; `None` makes those of the pool's device.
         poison: Whether freed device pages are overwritten, so that a stale read shows.
+        storage: The third level, over the same host pool and index; `None` for two levels.
 
     Raises:
         HostPoolError: Pools, allocator and index do not belong together, or the policy does not exist.
@@ -70,8 +73,9 @@ class HiCacheController:
         mover: Mover | MoverName | None = None,
         streams: Streams | None = None,
         poison: bool = True,
+        storage: StorageTier | None = None,
     ) -> None:
-        check_parts(pool, allocator, host, index, policy)
+        check_parts(pool, allocator, host, index, policy, storage)
         self._page_size = pool.page_size
         self._index = index
         self._host = host
@@ -79,7 +83,9 @@ class HiCacheController:
         self._mover = create_mover(mover or "auto", host) if mover is None or isinstance(mover, str) else mover
         self._streams = streams if streams is not None else create_streams(pool.device)
         self._device = DevicePages(allocator, host, poison=poison)
-        self._copies = Copies(self._device, host, index, self._mover, self._streams)
+        self._storage = storage
+        backed_up = storage.back_up if storage is not None else None
+        self._copies = Copies(self._device, host, index, self._mover, self._streams, backed_up=backed_up)
         self._device_page: dict[int, int] = {}
         self._open: dict[int, Acquired] = {}
         self._count = dict.fromkeys(CacheCounters.__dataclass_fields__, 0)
@@ -99,6 +105,11 @@ class HiCacheController:
         """What the cache has done so far."""
         counted = self._count | {"loaded_pages": self._copies.loaded, "backed_up_pages": self._copies.backed_up}
         return CacheCounters(**counted)
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything is under way between the levels."""
+        return self._copies.pending or (self._storage is not None and self._storage.pending)
 
     def accounting(self) -> Accounting:
         """Count who holds the device pages.
@@ -141,7 +152,7 @@ class HiCacheController:
                 consequence="there is nothing to compute",
                 remedy="do not acquire an empty prompt",
             )
-        self._copies.poll()
+        self.poll()
         found, lock = self._index.match_locked(prompt, namespace=namespace, max_tokens=prompt.size - 1)
         device_hit = found.device_tokens // self._page_size
         try:
@@ -247,12 +258,10 @@ class HiCacheController:
         done = as_index_array("tokens", tokens, CacheError)
         common = min(done.size, acquired.tokens.size)
         if not np.array_equal(done[:common], acquired.tokens[:common]) or done.size < acquired.hit_tokens:
-            raise self._bad_tokens(
-                f"{done.size} other tokens", "the prompt, a longer text that begins with it, or less"
-            )
+            raise bad_tokens(f"{done.size} other tokens", "the prompt, a longer text that begins with it, or less")
         whole = done.size // self._page_size
         if -(-done.size // self._page_size) > acquired.pages.size:
-            raise self._bad_tokens(f"{done.size} tokens", f"at most {acquired.pages.size * self._page_size}")
+            raise bad_tokens(f"{done.size} tokens", f"at most {acquired.pages.size * self._page_size}")
         pages, owned = acquired._pages, acquired._owned
         inserted = self._index.insert(done[: whole * self._page_size], pages[:whole], namespace=acquired.namespace)
         self._device_page.update(zip(inserted.nodes.tolist(), inserted.pages.tolist(), strict=True))
@@ -270,7 +279,7 @@ class HiCacheController:
                 self._back_up(self._wanting(inserted.nodes, least))
         finally:
             self._index.unlock(lock)
-        self._copies.poll()
+        self.poll()
 
     def abort(self, acquired: Acquired) -> None:
         """Give a request's pages back; what it found stays in the index, a load under way is left to end.
@@ -282,15 +291,29 @@ class HiCacheController:
         self._end(acquired, "aborted")
         self._index.unlock(acquired.lock)
         self._device.release(acquired._pages[acquired._owned])
-        self._copies.poll()
+        self.poll()
+
+    def prefetch(self, tokens: IndexLike, namespace: Namespace = None) -> Prefetch:
+        """Start to bring what the third level has of a prompt to the host; see `StorageTier.prefetch`.
+
+        Raises:
+            CacheError: The cache has no third level.
+        """
+        if self._storage is None:
+            raise no_storage()
+        return self._storage.prefetch(tokens, namespace)
 
     def poll(self) -> None:
         """Acknowledge copies that have ended; never blocks. Raises what the device reports of them."""
         self._copies.poll()
+        if self._storage is not None:
+            self._storage.poll()
 
     def drain(self) -> None:
-        """Wait until no copy is under way. Raises what the device reports."""
+        """Wait until no copy is under way, in any level. Raises what the device reports."""
         self._copies.drain()
+        if self._storage is not None:
+            self._storage.drain()
 
     def evict(self, pages: int) -> int:
         """Let the least recently used pages leave the device until `pages` are free; returns how many left."""
@@ -322,15 +345,17 @@ class HiCacheController:
         """Evict until `count` pages are free, or nothing more can leave."""
         if count <= self._device.available:
             return
-        self._copies.poll()
+        self.poll()
         if self._policy == "write_back":
             left = self._evict(count - self._device.available, keep_unbacked=True)
             if left.size:
                 self._back_up(left)
                 self._copies.drain()
         self._evict(count - self._device.available)
-        if count > self._device.available and self._copies.pending:
+        if count > self._device.available:
             self._copies.drain()
+            if self._storage is not None:
+                self._storage.drain(reads=False)  # pages are locked until the store has them
             self._evict(count - self._device.available)
 
     def _evict(self, count: int, *, keep_unbacked: bool = False) -> IntArray:
@@ -356,15 +381,11 @@ class HiCacheController:
         if not nodes.size:
             return
         lock = self._index.lock(nodes)
-        room = self._host.allocator
         try:
-            if len(nodes) > room.available:
-                gone = self._index.evict_host(len(nodes) - room.available).pages
-                room.release(gone)
-                self._count["evicted_host_pages"] += gone.size
-            count = min(len(nodes), room.available)
+            host_pages, gone = take_host_pages(self._host, self._index, len(nodes))
+            count = len(host_pages)
+            self._count["evicted_host_pages"] += gone
             self._count["unbacked_pages"] += len(nodes) - count
-            host_pages = room.alloc(count)
         except BaseException:
             self._index.unlock(lock)
             raise
@@ -373,12 +394,3 @@ class HiCacheController:
             return
         device_pages = np.array([self._device_page[node] for node in nodes[:count].tolist()], dtype=np.int64)
         self._copies.start_backup(nodes[:count], device_pages, host_pages, lock)
-
-    def _bad_tokens(self, given: str, expected: str) -> CacheError:
-        return CacheError(
-            "tokens",
-            given=given,
-            expected=expected,
-            consequence="the pages would be found under a text that they do not hold",
-            remedy="pass the tokens whose K and V the pages hold",
-        )

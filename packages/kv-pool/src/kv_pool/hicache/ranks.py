@@ -1,0 +1,119 @@
+"""Owns what the ranks of one model have to agree on: how much of a prompt is a hit, and which rank stores a page.
+
+The reduction is injected; the number and size of its calls depend on nothing that a rank alone knows. It does not own
+groups of processes, nor the order in which requests are served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from kv_pool.errors import AgreementError
+from kv_pool.tables import whole_number
+
+if TYPE_CHECKING:
+    from kv_pool.hicache.acquired import Acquired
+    from kv_pool.hicache.controller import HiCacheController
+    from kv_pool.tables import IntArray
+
+    ReduceMin: TypeAlias = Callable[[IntArray], IntArray]
+
+__all__ = ["HitAgreement", "owner_rank"]
+
+_FREE = np.iinfo(np.int64).max  # a place of the vector that no request takes
+
+
+class HitAgreement:
+    """Hits of a tick as the minimum over all tensor-parallel ranks and pipeline stages.
+
+    One reduction a tick, of one length, on every rank: also when nothing was acquired, and whatever was found.
+
+    Args:
+        reduce_min: Element-wise minimum over all ranks; called with an int64 vector, returns one of the same length.
+            A collective, e.g. over `torch.distributed`.
+        width: Length of the vector: the most requests that a tick may acquire.
+
+    Raises:
+        AgreementError: A width below 1.
+    """
+
+    def __init__(self, reduce_min: ReduceMin, *, width: int) -> None:
+        consequence = "no request could be acquired"
+        self._width = whole_number("width", width, least=1, error=AgreementError, consequence=consequence)
+        self._reduce = reduce_min
+
+    def minimum(self, hits: Sequence[int]) -> list[int]:
+        """Return the least hit of each request over all ranks, in one reduction.
+
+        Args:
+            hits: One a request, in the order in which every rank acquires them.
+
+        Raises:
+            AgreementError: More requests than the width (nothing was reduced), or an answer that is above what was
+                given: then the reduction is no minimum, or ranks do not serve the same requests.
+        """
+        if len(hits) > self._width:
+            raise AgreementError(
+                "hits",
+                given=f"{len(hits)} requests",
+                expected=f"at most {self._width}",
+                consequence="this rank would reduce a longer vector than the others, and all would wait for ever",
+                remedy="acquire fewer requests a tick, or give a larger width on all ranks",
+            )
+        vector = np.full(self._width, _FREE, dtype=np.int64)
+        vector[: len(hits)] = hits
+        least = np.asarray(self._reduce(vector.copy()))
+        if least.shape != vector.shape or (least > vector).any() or (least[: len(hits)] < 0).any():
+            raise AgreementError(
+                "reduce_min",
+                given=least.tolist(),
+                expected=f"the minimum over the ranks, among them {vector.tolist()}",
+                consequence="a rank would skip tokens that it has not found",
+                remedy="reduce with MIN over the group of all ranks and stages of one model",
+            )
+        if (least[len(hits) :] != _FREE).any():
+            raise AgreementError(
+                "hits",
+                given=f"{len(hits)} requests",
+                expected="as many as the other ranks acquired in this tick",
+                consequence="ranks would serve different batches",
+                remedy="schedule the same requests in the same order on all ranks",
+            )
+        return [int(hit) for hit in least[: len(hits)]]
+
+    def limit(self, cache: HiCacheController, acquired: Sequence[Acquired]) -> None:
+        """Lower each hit of a tick to what all ranks have found; call it once a tick, before `load`.
+
+        Raises:
+            AgreementError: See `minimum`.
+            OutOfPages: See `HiCacheController.limit`; the hits after that request are not lowered, abort them.
+        """
+        for handle, hit in zip(acquired, self.minimum([handle.hit_tokens for handle in acquired]), strict=True):
+            if hit < handle.hit_tokens:
+                cache.limit(handle, hit)
+
+
+def owner_rank(key: str, ranks: int) -> int:
+    """Return which of the ranks that hold the same pages writes the page of a key: a pure function, evenly spread.
+
+    Args:
+        key: A key of `page_keys`.
+        ranks: How many ranks hold the page.
+
+    Raises:
+        AgreementError: Less than one rank, or no key.
+    """
+    ranks = whole_number("ranks", ranks, least=1, error=AgreementError, consequence="nobody would store the page")
+    try:
+        return int(key[:16], 16) % ranks
+    except ValueError:
+        raise AgreementError(
+            "key",
+            given=key,
+            expected="hexadecimal digits",
+            consequence="ranks could name different owners",
+            remedy="make keys with page_keys",
+        ) from None

@@ -1,0 +1,299 @@
+"""Owns a store of pages in files: one file a page, written aside and renamed, verified whenever it is read.
+
+Any number of processes may share a folder. It does not own keys (see `identity`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kv_pool.errors import StorageDamaged, StorageError
+from kv_pool.hicache.storage._record import HEADER_BYTES, checksum, pack_header, unpack_header
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Pieces = Sequence[npt.NDArray[np.uint8]]
+
+__all__ = ["FileStorage"]
+
+_MOST_PIECES = 1000  # buffers in one call of the kernel
+_KEY = frozenset("0123456789abcdef")
+
+
+class FileStorage:
+    """Pages in files below one folder.
+
+    Invariants:
+
+    1. a file under a page's name is whole: it gets that name when all of its bytes are written;
+    2. a page that was read has the length and checksum with which it was written; a damaged file is removed;
+    3. what a killed process left unfinished is removed when the folder is opened next, never what a living one writes.
+
+    Args:
+        root: The folder; made if absent.
+        capacity_bytes: Bytes that the files may take; the least recently used leave first. Processes that share the
+            folder look again at what all of them have written after every twentieth of the capacity of their own.
+        durable: Whether every page is also safe from a crash of the machine (`fsync` of file and folder). A crash of
+            the process loses nothing either way.
+
+    Raises:
+        StorageError: The folder cannot be used, or a capacity below 1.
+    """
+
+    name = "files"
+
+    def __init__(self, root: str | Path, *, capacity_bytes: int, durable: bool = False) -> None:
+        self._root = Path(root)
+        self._capacity = capacity_bytes
+        self._durable = durable
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._token = os.urandom(8).hex()  # process ids repeat, across containers too
+        if capacity_bytes < 1:
+            raise _unusable("capacity_bytes", capacity_bytes, "at least 1")
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            with self._exclusive():
+                self._remove_leftovers()
+            self._used = sum(size for _, size, _ in self._stored())
+        except OSError as error:
+            raise _unusable("root", f"{root} ({error})", "a folder that this process may write") from error
+        self._since_look = 0
+
+    @property
+    def root(self) -> Path:
+        """The folder."""
+        return self._root
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all files, as far as this process knows."""
+        return self._used
+
+    def exists(self, keys: Sequence[str]) -> int:
+        """See `PageStorage.exists`."""
+        for number, key in enumerate(keys):
+            if not self._path(key).exists():
+                return number
+        return len(keys)
+
+    def read(self, keys: Sequence[str], pages: Sequence[Pieces]) -> int:
+        """See `PageStorage.read`."""
+        for number, (key, pieces) in enumerate(zip(keys, pages, strict=True)):
+            path = self._path(key)
+            try:
+                file = os.open(path, os.O_RDONLY)
+            except FileNotFoundError:
+                return number
+            except OSError as error:
+                raise StorageError(str(path), given=error, **_READ) from error
+            try:
+                wrong = _fill(file, key, pieces)
+                if wrong is None:
+                    os.utime(file)
+            except OSError as error:
+                wrong = str(error)
+            finally:
+                os.close(file)
+            if wrong is not None:
+                self._remove(path)
+                damaged = StorageDamaged(
+                    str(path),
+                    given=wrong,
+                    expected=f"{sum(piece.size for piece in pieces)} bytes as they were written under this key",
+                    consequence="attention would read foreign bytes; the file was removed",
+                    remedy="compute the page again; check the disk if this repeats",
+                )
+                damaged.pages_read = number
+                raise damaged
+        return len(keys)
+
+    def write(self, keys: Sequence[str], pages: Sequence[Pieces]) -> int:
+        """See `PageStorage.write`; a key that is there stays as it is, and writing ends where there is no room."""
+        for number, (key, pieces) in enumerate(zip(keys, pages, strict=True)):
+            path = self._path(key)
+            if path.exists():
+                continue
+            size = HEADER_BYTES + sum(piece.size for piece in pieces)
+            if not self._make_room(size):
+                return number
+            try:
+                self._write_one(path, key, pieces)
+            except OSError as error:
+                raise StorageError(str(path), given=error, **_WRITE) from error
+            with self._lock:
+                self._used += size
+                self._since_look += size
+        return len(keys)
+
+    def _write_one(self, path: Path, key: str, pieces: Pieces) -> None:
+        aside, file = self._aside()
+        try:
+            header = pack_header(key, sum(piece.size for piece in pieces), checksum(pieces))
+            _write_all(file, [memoryview(header), *(piece.data for piece in pieces)])
+            if self._durable:
+                os.fsync(file)
+            try:
+                os.rename(aside, path)
+            except FileNotFoundError:
+                path.parent.mkdir(exist_ok=True)
+                os.rename(aside, path)
+            if self._durable:
+                _sync_folder(path.parent)
+        except BaseException:
+            self._remove(aside)
+            raise
+        finally:
+            os.close(file)
+
+    def _aside(self) -> tuple[Path, int]:
+        """A new file that is locked while this process lives, so that nobody takes it for a leftover."""
+        while True:
+            aside = self._root / f".part-{os.getpid()}-{self._token}-{next(self._numbers)}"
+            file = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                if os.fstat(file).st_nlink:  # else it was taken for one between the two calls
+                    return aside, file
+            except BaseException:
+                os.close(file)
+                raise
+            os.close(file)
+
+    def _path(self, key: str) -> Path:
+        if len(key) != 64 or not _KEY.issuperset(key):
+            raise StorageError(
+                "key",
+                given=key,
+                expected="64 hexadecimal digits",
+                consequence="a key could name a file outside the folder",
+                remedy="make keys with page_keys",
+            )
+        return self._root / key[:2] / key
+
+    def _make_room(self, size: int) -> bool:
+        """Remove the least recently used files until `size` more bytes fit, and a tenth of the capacity beside them."""
+        with self._lock:
+            if size > self._capacity:
+                return False
+            if self._used + size <= self._capacity and self._since_look < self._capacity // 20:
+                return True
+            with self._exclusive():
+                stored = sorted(self._stored())
+                self._used = sum(held for _, held, _ in stored)
+                self._since_look = 0
+                if self._used + size <= self._capacity:
+                    return True
+                for _, held, path in stored:
+                    self._remove(path)
+                    self._used -= held
+                    if self._used + size <= self._capacity - self._capacity // 10:
+                        break
+            return self._used + size <= self._capacity
+
+    def _stored(self) -> Iterator[tuple[float, int, Path]]:
+        """Time of last use, size and path of every page."""
+        for folder in os.scandir(self._root):
+            if len(folder.name) != 2 or not folder.is_dir():
+                continue
+            for entry in os.scandir(folder.path):
+                with suppress(FileNotFoundError):
+                    found = entry.stat()
+                    yield found.st_mtime, found.st_size, Path(entry.path)
+
+    def _remove_leftovers(self) -> None:
+        """Remove unfinished files of processes that are gone; those of living ones are locked."""
+        for path in self._root.glob(".part-*"):
+            try:
+                file = os.open(path, os.O_RDONLY)
+            except FileNotFoundError:
+                continue
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._remove(path)
+            except BlockingIOError:
+                continue
+            finally:
+                os.close(file)
+
+    def _remove(self, path: Path) -> None:
+        with suppress(FileNotFoundError):
+            path.unlink()
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """One process at a time removes files."""
+        file = os.open(self._root / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(file)
+
+
+def _fill(file: int, key: str, pieces: Pieces) -> str | None:
+    """Read a file into pieces, and say what is wrong with it."""
+    nbytes = sum(piece.size for piece in pieces)
+    size = os.fstat(file).st_size
+    if size != HEADER_BYTES + nbytes:
+        return f"a file of {size} bytes instead of {HEADER_BYTES + nbytes}"
+    header = bytearray(HEADER_BYTES)
+    wanted = [memoryview(header), *(piece.data for piece in pieces)]
+    while wanted:
+        got = os.readv(file, wanted[:_MOST_PIECES])
+        if got == 0:
+            return "a file that ended early"
+        wanted = _after(wanted, got)
+    digest = unpack_header(bytes(header), key, nbytes)
+    if isinstance(digest, str):
+        return digest
+    return None if checksum(pieces) == digest else "other bytes than were written"
+
+
+def _write_all(file: int, views: list[memoryview]) -> None:
+    while views:
+        views = _after(views, os.writev(file, views[:_MOST_PIECES]))
+
+
+def _after(views: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of views when the kernel has taken `done` bytes: it may take fewer than it was given."""
+    for number, view in enumerate(views):
+        if done < view.nbytes:
+            return [view[done:], *views[number + 1 :]]
+        done -= view.nbytes
+    return []
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+_READ = {"expected": "a file that can be read", "consequence": "its pages are not there", "remedy": "check the folder"}
+_WRITE = {
+    "expected": "room and permission",
+    "consequence": "the page was not kept",
+    "remedy": "check the folder and disk",
+}
+
+
+def _unusable(argument: str, given: object, expected: str) -> StorageError:
+    return StorageError(
+        argument,
+        given=given,
+        expected=expected,
+        consequence="nothing could be kept beyond the host",
+        remedy="name a folder on a disk with room",
+    )

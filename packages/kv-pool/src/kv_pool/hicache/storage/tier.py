@@ -1,0 +1,349 @@
+"""Owns what travels between the host pool and a store: backups of host pages, and prefetches before a prompt is served.
+
+Threads read and write bytes; index and allocators are touched by the owner's calls alone (`back_up`, `prefetch`,
+`poll`). A page is locked in the index while it is written, and nobody's while it is read. It does not decide which
+pages get a host copy (see `controller`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, replace
+from threading import Event
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+
+from kv_pool.errors import HostPoolError, StorageDamaged, StorageError
+from kv_pool.hicache.ranks import owner_rank
+from kv_pool.hicache.storage.identity import StorageIdentity, page_keys
+from kv_pool.tables import IndexLike, IntArray, as_index_array
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from kv_planner import PrefixIndex, PrefixLock
+
+    from kv_pool.hicache.acquired import Namespace
+    from kv_pool.hicache.host_pool import HostPool
+    from kv_pool.hicache.storage import PageStorage
+
+    Pieces = Sequence[npt.NDArray[np.uint8]]
+
+__all__ = ["Prefetch", "StorageCounters", "StorageTier", "take_host_pages"]
+
+PrefetchState: TypeAlias = Literal["below_threshold", "reading", "done", "cancelled"]
+
+
+@dataclass(frozen=True)
+class StorageCounters:
+    """What a tier has done.
+
+    Attributes:
+        written_pages: Pages that the store has kept, or had already.
+        unwritten_pages: Pages for which it had no room, or which failed.
+        read_pages: Pages that came back whole.
+        wasted_pages: Of these, pages that were on the host meanwhile, or whose prefix had left.
+        damaged_pages: Pages that were refused.
+        failures: Calls that the store ended with another error.
+    """
+
+    written_pages: int = 0
+    unwritten_pages: int = 0
+    read_pages: int = 0
+    wasted_pages: int = 0
+    damaged_pages: int = 0
+    failures: int = 0
+
+
+class Prefetch:
+    """Pages of a text on their way from the store to the host.
+
+    Attributes:
+        state: `reading` until its end was seen by `poll`; `below_threshold` if too little was missing to ask.
+        pages: Pages that it has brought into the index.
+    """
+
+    def __init__(self, tokens: IntArray, namespace: Namespace, state: PrefetchState) -> None:
+        self.state: PrefetchState = state
+        self.pages = 0
+        self._tokens = tokens
+        self._namespace = namespace
+        self._stop = Event()
+        self._wanted: IntArray = np.zeros(0, dtype=np.int64)  # positions in the text that are read
+        self._host_pages: IntArray = np.zeros(0, dtype=np.int64)
+        self._lock: PrefixLock | None = None
+        self._work: Future[_Read] | None = None
+
+    def cancel(self) -> None:
+        """Stop after the batch that is under way; what was read whole until then is kept. Ends with the next `poll`."""
+        self._stop.set()
+
+
+@dataclass(frozen=True)
+class _Read:
+    pages: int
+    damaged: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True)
+class _Write:
+    lock: PrefixLock
+    pages: int
+    work: Future[int]
+
+
+class _Inline(Executor):
+    """Does the work in the call that submits it."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            done.set_exception(error)  # raised where the result is taken
+        return done
+
+
+class StorageTier:
+    """The third level of one cache.
+
+    Args:
+        host: The host pool; its layout must be `page_first_direct`, where a page is one piece a component.
+        index: The index of the cache.
+        storage: The store.
+        threshold: Fewer missing tokens than this are not asked for.
+        batch: Pages of one call to the store.
+        threads: Threads that read and write; 0 for none, then `back_up` and `prefetch` do the work themselves.
+        share: This rank and the number of ranks that hold the same pages (replicated heads): each page is written by
+            one of them, see `owner_rank`. (0, 1) for pages that no other rank holds.
+        salt: Kept apart from other tiers with the same layout.
+
+    Raises:
+        HostPoolError: Another layout of the host, or numbers below 1.
+    """
+
+    def __init__(
+        self,
+        host: HostPool,
+        index: PrefixIndex,
+        storage: PageStorage,
+        *,
+        threshold: int = 256,
+        batch: int = 128,
+        threads: int = 2,
+        share: tuple[int, int] = (0, 1),
+        salt: str = "",
+    ) -> None:
+        rules: list[tuple[str, object, object]] = [
+            ("host.layout", host.layout, "page_first_direct"),
+            ("threshold, batch, threads", min(threshold, batch, threads + 1) >= 1, True),
+            ("share", 0 <= share[0] < share[1], True),
+        ]
+        for argument, given, expected in rules:
+            if given != expected:
+                raise HostPoolError(
+                    argument,
+                    given=given,
+                    expected=expected,
+                    consequence="pages could not be read into their place",
+                    remedy="build the host pool with page_first_direct; threshold and batch from 1, threads from 0",
+                )
+        self._host = host
+        self._index = index
+        self._storage = storage
+        self._threshold = threshold
+        self._batch = batch
+        self._rank, self._ranks = share
+        self._digest = StorageIdentity.of(host, salt=salt).digest
+        self._threads: Executor = ThreadPoolExecutor(threads, "kv-pool-storage") if threads else _Inline()
+        self._bytes = [mirror.host.flatten(1).view(torch.uint8).numpy() for mirror in host.mirrors]
+        self._writes: deque[_Write] = deque()
+        self._reads: list[Prefetch] = []
+        self._counters = StorageCounters()
+
+    @property
+    def host(self) -> HostPool:
+        """The host pool."""
+        return self._host
+
+    @property
+    def index(self) -> PrefixIndex:
+        """The index of the cache."""
+        return self._index
+
+    @property
+    def counters(self) -> StorageCounters:
+        """What the tier has done so far."""
+        return self._counters
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything is under way."""
+        return bool(self._writes or self._reads)
+
+    @property
+    def held_host_pages(self) -> int:
+        """Host pages that prefetches hold outside the index."""
+        return sum(prefetch._host_pages.size for prefetch in self._reads)
+
+    def back_up(self, nodes: IndexLike) -> None:
+        """Start to write nodes whose host copies are complete; does not wait.
+
+        Args:
+            nodes: Ids of the index. Shape: [nodes]; each has a host page.
+        """
+        left = as_index_array("nodes", nodes)
+        while left.size:
+            tokens, namespace = self._index.path(int(left[-1]))
+            found = self._index.match(tokens, namespace=namespace)
+            here = np.isin(found.nodes, left) & (found.host_pages > 0)
+            keys = page_keys(self._digest, tokens, self._host.page_size, namespace)
+            mine = [owner_rank(key, self._ranks) == self._rank for key in keys]
+            places = np.flatnonzero(here & mine[: here.size])
+            for start in range(0, len(places), self._batch):
+                chosen = places[start : start + self._batch]
+                self._write([keys[place] for place in chosen], found.host_pages[chosen], found.nodes[chosen])
+            left = left[~np.isin(left, [*found.nodes[here].tolist(), int(left[-1])])]
+
+    def prefetch(self, tokens: IndexLike, namespace: Namespace = None) -> Prefetch:
+        """Start to bring what the store has of a text into the host; does not wait.
+
+        Args:
+            tokens: The prompt. Shape: [tokens].
+            namespace: As for `HiCacheController.acquire`.
+
+        Returns:
+            The handle; after its end was seen by `poll`, `acquire` finds the pages on the host.
+        """
+        text = as_index_array("tokens", tokens).copy()
+        whole = text.size // self._host.page_size
+        found, lock = self._index.match_locked(text, namespace=namespace)
+        on_host = np.zeros(whole, dtype=np.bool_)
+        on_host[: len(found.host_pages)] = found.host_pages > 0
+        known = int(found.tokens) // self._host.page_size
+        prefetch = Prefetch(text, namespace, "reading")
+        wanted = np.flatnonzero(~on_host)
+        if (whole - known) * self._host.page_size < self._threshold:
+            self._index.unlock(lock)
+            prefetch.state = "below_threshold"
+            return prefetch
+        keys = page_keys(self._digest, text, self._host.page_size, namespace)
+        try:
+            pages = take_host_pages(self._host, self._index, wanted.size)[0]
+        except BaseException:
+            self._index.unlock(lock)
+            raise
+        prefetch._wanted, prefetch._host_pages, prefetch._lock = wanted[: pages.size], pages, lock
+        asked = [keys[place] for place in prefetch._wanted.tolist()]
+        prefetch._work = self._threads.submit(self._read, prefetch, asked, pages)
+        self._reads.append(prefetch)
+        return prefetch
+
+    def poll(self) -> None:
+        """Take over what has ended; never blocks."""
+        while self._writes and self._writes[0].work.done():
+            write = self._writes.popleft()
+            self._index.unlock(write.lock)
+            self._count_write(write)
+        for prefetch in [prefetch for prefetch in self._reads if prefetch._work is not None and prefetch._work.done()]:
+            self._reads.remove(prefetch)
+            self._take_over(prefetch)
+
+    def drain(self, *, reads: bool = True) -> None:
+        """Wait for everything that is under way (for writes alone without `reads`), and take it over."""
+        wait_for([write.work for write in self._writes])
+        if reads:
+            wait_for([prefetch._work for prefetch in self._reads if prefetch._work is not None])
+        self.poll()
+
+    def _pieces(self, page: int) -> Pieces:
+        return [rows[page] for rows in self._bytes]
+
+    def _write(self, keys: Sequence[str], host_pages: IntArray, nodes: IntArray) -> None:
+        lock = self._index.lock(nodes)
+        try:
+            pages = [self._pieces(page) for page in host_pages.tolist()]
+            work = self._threads.submit(self._storage.write, keys, pages)
+        except BaseException:
+            self._index.unlock(lock)
+            raise
+        self._writes.append(_Write(lock, len(keys), work))
+
+    def _read(self, prefetch: Prefetch, keys: Sequence[str], host_pages: IntArray) -> _Read:
+        done = 0
+        while done < len(keys) and not prefetch._stop.is_set():
+            batch = slice(done, done + self._batch)
+            pages = [self._pieces(page) for page in host_pages[batch].tolist()]
+            try:
+                got = self._storage.read(keys[batch], pages)
+            except StorageDamaged as error:
+                return _Read(done + error.pages_read, damaged=1)
+            except StorageError:
+                return _Read(done, failed=1)
+            done += got
+            if got < len(pages):
+                break
+        return _Read(done)
+
+    def _count_write(self, write: _Write) -> None:
+        try:
+            kept = write.work.result()
+            failed = 0
+        except StorageError:
+            kept, failed = 0, 1
+        counters = self._counters
+        self._counters = replace(
+            counters,
+            written_pages=counters.written_pages + kept,
+            unwritten_pages=counters.unwritten_pages + write.pages - kept,
+            failures=counters.failures + failed,
+        )
+
+    def _take_over(self, prefetch: Prefetch) -> None:
+        """Put what was read into the index, as far as its prefix is on the host; free the rest."""
+        assert prefetch._work is not None and prefetch._lock is not None
+        mine = prefetch._host_pages
+        prefetch._host_pages = mine[:0]
+        taken = mine[:0]
+        read = _Read(0)
+        try:
+            read = prefetch._work.result()
+            pages = np.full(prefetch._tokens.size // self._host.page_size, -1, dtype=np.int64)
+            found = self._index.match(prefetch._tokens, namespace=prefetch._namespace)
+            pages[prefetch._wanted[: read.pages]] = mine[: read.pages]
+            there = np.flatnonzero(found.host_pages > 0)
+            pages[there] = found.host_pages[there]
+            length = int(np.argmin(np.append(pages, -1) > 0))
+            if length:
+                text = prefetch._tokens[: length * self._host.page_size]
+                inserted = self._index.insert_host(text, pages[:length], namespace=prefetch._namespace)
+                taken = pages[:length][inserted.taken]
+        finally:
+            self._index.unlock(prefetch._lock)
+            self._host.allocator.release(np.setdiff1d(mine, taken))
+            prefetch.pages = int(taken.size)
+            prefetch.state = "cancelled" if prefetch._stop.is_set() else "done"
+            counters = self._counters
+            self._counters = replace(
+                counters,
+                read_pages=counters.read_pages + read.pages,
+                wasted_pages=counters.wasted_pages + read.pages - int(taken.size),
+                damaged_pages=counters.damaged_pages + read.damaged,
+                failures=counters.failures + read.failed,
+            )
+
+
+def take_host_pages(host: HostPool, index: PrefixIndex, count: int) -> tuple[IntArray, int]:
+    """Take up to `count` host pages, letting the least recently used ones leave; returns them and how many left."""
+    room = host.allocator
+    gone = 0
+    if count > room.available:
+        left = index.evict_host(count - room.available).pages
+        room.release(left)
+        gone = int(left.size)
+    return room.alloc(min(count, room.available)), gone
