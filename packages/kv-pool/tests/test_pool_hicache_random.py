@@ -34,16 +34,16 @@ class LateStreams(ImmediateStreams):
 
 def sparse_layout() -> ModelLayout:
     """Latent and rope on all layers, index keys and scales on one of them and on the draft."""
+    shapes: Any = {
+        "latent": ("bfloat16", 8), "rope": ("bfloat16", 4),
+        "index_key": ("float8_e4m3fn", 3), "index_scale": ("float32", 1),
+    }  # fmt: skip
+    owners: Any = {"target": [0, 1, 2], "draft": [5]}
     specs = [
-        ComponentSpec(component, part, layer_ids=layers, dtype=dtype, total_heads=1, dims=dims)
-        for part, owners in (("target", [0, 1, 2]), ("draft", [5]))
-        for component, dtype, dims, layers in (
-            ("latent", "bfloat16", 8, owners),
-            ("rope", "bfloat16", 4, owners),
-            ("index_key", "float8_e4m3fn", 3, owners[-1:]),
-            ("index_scale", "float32", 1, owners[-1:]),
-        )
-    ]  # type: ignore[misc]
+        ComponentSpec(name, part, layer_ids=ids[-1:] if "index" in name else ids, dtype=dtype, total_heads=1, dims=dims)
+        for part, ids in owners.items()
+        for name, (dtype, dims) in shapes.items()
+    ]
     return ModelLayout(specs, page_size=4, fingerprint="sparse")
 
 

@@ -84,9 +84,9 @@ def test_pages_travel_bit_for_bit(make_labels: Labels, as_bits: Bits, mover: Mov
         mirror.host.copy_(make_labels(mirror.host.shape, mirror.host.dtype, 70 + seed))
         expected.append(([as_bits(layer).clone() for layer in mirror.layers], as_bits(mirror.host).clone()))
     moves.backup([4, 1], [2, 5])
-    torch.npu.synchronize()
+    torch.get_device_module(NPU).synchronize()
     moves.load([3, 5, 1], [5, 2, 6])
-    torch.npu.synchronize()
+    torch.get_device_module(NPU).synchronize()
     for mirror, (near, far) in zip(host.mirrors, expected, strict=True):
         for number, layer in enumerate(near):
             far[[2, 5], number] = layer[[4, 1]]

@@ -37,11 +37,12 @@ def _pages(name: str, values: IndexLike, count: int) -> IntArray:
             consequence="page 0 is reserved, and other ids belong to no page of the pool",
             remedy="pass pages that the pool's allocator handed out",
         )
-    unique, counts = np.unique(pages, return_counts=True)
-    if unique.size != pages.size:
+    ordered = np.sort(pages)
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if twice.size:
         raise MoveRefused(
             name,
-            given=f"page {int(unique[counts > 1][0])} more than once",
+            given=f"page {int(twice[0])} more than once",
             expected="every page once",
             consequence="which of two copies wins would be left to chance",
             remedy="name each page once",
