@@ -1,4 +1,4 @@
-"""A device that tells in which order it was used, for tests of runners.
+"""For tests of runners: a device that tells how it was used, and the check that a replay equals an eager step.
 
 It owns recording, and delaying or failing a call on request. It computes nothing: a real device does, underneath.
 """
@@ -12,8 +12,9 @@ import torch
 
 from .device import CapturedGraph, Fence, GraphDevice, OpRecord, UpdateValues
 from .gate import DeviceGate
+from .replay_check import Batch, ReplayCheck, ReplayDiffers, check_replay_equals_eager
 
-__all__ = ["RecordingDevice"]
+__all__ = ["Batch", "RecordingDevice", "ReplayCheck", "ReplayDiffers", "check_replay_equals_eager"]
 
 T = TypeVar("T")
 Hook = Callable[[str], None]
