@@ -7,6 +7,7 @@ imports no device library.
 from __future__ import annotations
 
 from .agreement import RankAgreement, ReduceMin
+from .batch_shape import BatchShape, batch_shape, row_starts, token_capacity
 from .buckets import Buckets
 from .buffers import StaticBuffers
 from .device import CapturedGraph, Fence, GraphDevice, OpRecord, get_device, register_device
@@ -26,6 +27,7 @@ from .worker import UpdateWorker
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchShape",
     "BoundUpdate",
     "Buckets",
     "CaptureReport",
@@ -59,10 +61,13 @@ __all__ = [
     "UpdateRole",
     "UpdateSpec",
     "UpdateWorker",
+    "batch_shape",
     "get_device",
     "get_runner",
     "register_device",
     "register_runner",
+    "row_starts",
     "step_layers",
     "step_list",
+    "token_capacity",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 __all__ = [
     "AddressChanged",
     "AliasedValue",
+    "BatchShapeError",
     "BatchTooLarge",
     "BucketError",
     "CaptureFailed",
@@ -178,6 +179,10 @@ class BucketError(GraphError, ValueError):
 
 class BatchTooLarge(GraphError, ValueError):
     """More live rows than the static buffers hold."""
+
+
+class BatchShapeError(GraphError, ValueError):
+    """Lengths of a batch that do not belong together."""
 
 
 class HostListError(GraphError, ValueError):

@@ -27,6 +27,7 @@ def test_records_are_those_of_torch_npu(toy: Any, make: Make) -> None:
     runner, _ = make()
     report = runner.capture(progress=False)
     assert report.captured == (1, 2, 4) and report.updatable_ops == {1: 2, 2: 2, 4: 2}
+    assert set(report.memory) == {1, 2, 4} and report.memory[4] > 0  # the largest first; smaller ones share its pool
     record = runner._graphs[4].graph.records[0]
     assert record.name == "npu_fused_infer_attention_score_v2.out"
     assert record.updatable == ("actual_seq_kvlen",) and record.absent == ("actual_seq_qlen",)
