@@ -107,8 +107,17 @@ def agree_pair(
     """Agreement of two ranks on `parts`, source = local.
 
     Raises:
-        PeerRefused: With every difference, seen from here; a rank that lacks what its placement says is one.
+        PeerRefused: With every difference, seen from here; a rank that lacks what its placement says is one. Or a side
+            spreads a request's pages over context-parallel ranks, which sessions do not follow.
     """
+    for manifest in (local, remote):
+        if manifest.placement.dcp_size > 1:
+            raise PeerRefused(
+                f"dcp_size: rank {Rank.of(manifest)} holds one of {manifest.placement.dcp_size} shares of every "
+                f"request; sessions number a request's pages as if one rank had them all",
+                code=RefusalCode.UNSUPPORTED.value,
+                remedy="use a side without context parallelism; kv_planner.page_interleaved plans such a transfer",
+            )
     return _agree(local, remote, parts)
 
 
