@@ -199,7 +199,7 @@ def test_context_parallel_ranks_are_refused_at_the_handshake() -> None:
         with (
             kt.Receiver(here.manifest, engines[0], prefill_ranks=1, timeouts=FAST) as receiver,
             kt.Sender(there.manifest, engines[1], endpoint=receiver.endpoint, timeouts=FAST) as sender,
-            pytest.raises(kt.PeerRefused, match="dcp_size|prefill_ranks") as caught,
+            pytest.raises(kt.PeerRefused, match=r"dcp_size|prefill_ranks") as caught,
         ):
             sender.connect()
         assert caught.value.code in ("unsupported", "deployment")
