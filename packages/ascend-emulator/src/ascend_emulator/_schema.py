@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .kernels import UNDECLARED_WRITES
+
 __all__ = ["Plan", "find_operator", "plan_of"]
 
 _CONTAINERS = ("List[Tensor]", "List[Optional[Tensor]]", "Optional[List[Tensor]]", "Optional[List[Optional[Tensor]]]")
@@ -101,10 +103,11 @@ def plan_of(name: str, operator: Any) -> Plan:
         if kind is None:
             continue
         info = argument.alias_info
-        written = info is not None and info.is_write
+        marked = info is not None and info.is_write
+        written = marked or argument.name in UNDECLARED_WRITES.get(name, ())
         arguments.append(Argument(position, argument.name, argument.kwarg_only, kind, written))
         if written:
-            sets.append(set(info.before_set))
+            sets.append(set(info.before_set) if marked else set())
     written = tuple(a for a in arguments if a.written)
     returns: list[int | None] = []
     for result in schema.returns:

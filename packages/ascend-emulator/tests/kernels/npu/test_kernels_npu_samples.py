@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import ascend_emulator
 import pytest
 import torch
+import torch_npu
 from ascend_emulator.kernels import REGISTRY, UNDECLARED_WRITES
 
 Call = tuple[list[Any], dict[str, Any]]
@@ -277,3 +279,18 @@ def test_writes_that_schemas_do_not_declare_reach_the_device() -> None:
         overload(name)(*arguments, **options)
         assert not any(torch.equal(named[argument].cpu(), before[argument]) for argument in written)
         assert not any(a.alias_info for a in schema.arguments if a.name in written)
+
+
+@pytest.mark.parametrize("name", UNDECLARED_WRITES)
+def test_writes_that_schemas_do_not_declare_race_with_reads(name: str) -> None:
+    side = torch_npu.npu.Stream()
+    for argument in UNDECLARED_WRITES[name]:
+        arguments, options = on(SAMPLES[name](), "npu")
+        schema = overload(name)._schema
+        written = ({a.name: x for a, x in zip(schema.arguments, arguments, strict=False)} | options)[argument]
+        torch_npu.npu.synchronize()
+        overload(name)(*arguments, **options)
+        with torch_npu.npu.stream(side), pytest.raises(ascend_emulator.RaceError) as caught:
+            written + 1
+        assert (caught.value.earlier.operator, caught.value.earlier.writes) == (name, True)
+        torch_npu.npu.synchronize()
