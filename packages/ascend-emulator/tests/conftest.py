@@ -41,6 +41,16 @@ def short_wait() -> Iterator[float]:
     ascend_emulator.install(wait_seconds=before)
 
 
+@pytest.fixture
+def side() -> torch_npu.npu.Stream:
+    """A stream that is not the one on which graphs are captured: torch_npu has 32 and hands them out in turn."""
+    torch_npu.npu.graph(torch_npu.npu.NPUGraph())  # makes the capture stream
+    stream = torch_npu.npu.Stream()
+    while stream == torch_npu.npu.graph.default_capture_stream:
+        stream = torch_npu.npu.Stream()
+    return stream
+
+
 class AttentionCase:
     """A captured attention over a paged cache whose length is the updated host argument, and what it must return."""
 

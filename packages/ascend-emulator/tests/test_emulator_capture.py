@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import ascend_emulator as emulator
 import pytest
@@ -109,8 +110,8 @@ def test_random_numbers_differ_from_replay_to_replay() -> None:
     assert torch.equal(seen[2][1], seen[3][1])
 
 
-def test_side_streams_join_and_leave_the_capture() -> None:
-    source, side = torch.ones(3, device="npu"), torch_npu.npu.Stream()
+def test_side_streams_join_and_leave_the_capture(side: Any) -> None:
+    source = torch.ones(3, device="npu")
     out: list[torch.Tensor] = []
 
     def work() -> None:
@@ -301,8 +302,8 @@ def test_a_refusal_that_the_capture_swallows_is_told_at_its_end() -> None:
     assert (tensor + 1).tolist() == [2] * 4
 
 
-def test_a_stream_that_took_part_must_be_waited_for() -> None:
-    tensor, side = torch.ones(4, device="npu"), torch_npu.npu.Stream()
+def test_a_stream_that_took_part_must_be_waited_for(side: Any) -> None:
+    tensor = torch.ones(4, device="npu")
     torch_npu.npu.synchronize()
     graph = torch_npu.npu.NPUGraph()
 

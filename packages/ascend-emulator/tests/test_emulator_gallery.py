@@ -45,10 +45,10 @@ def settled() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("prelude", "code", "said"), list(examples()))
-def test_an_example_ends_as_the_page_says(prelude: str, code: str, said: str, settled: None) -> None:
+def test_an_example_ends_as_the_page_says(prelude: str, code: str, said: str, side: Any, settled: None) -> None:
     assert len(code.splitlines()) <= MAX_LINES
     names: dict[str, Any] = {"ascend_emulator": ascend_emulator, "torch": torch, "torch_npu": torch_npu}
-    names |= {"npu": torch_npu.npu, "side": torch_npu.npu.Stream()}
+    names |= {"npu": torch_npu.npu, "side": side}
     exec(prelude, names)
     printed = io.StringIO()
     end = ""
