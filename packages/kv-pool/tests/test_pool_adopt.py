@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_planner import ComponentSpec, ModelLayout
+from kv_planner import ComponentSpec, ModelLayout, PrefixIndex
 from kv_pool import (
     DeviceUnavailable,
     KvPoolError,
@@ -22,7 +22,7 @@ from kv_pool import (
     UnsupportedMover,
     adopt,
 )
-from kv_pool.hicache import HOST_LAYOUTS, HostLayout, HostPool, create_mover
+from kv_pool.hicache import HOST_LAYOUTS, HiCacheController, HostLayout, HostPool, create_mover
 
 Labels = Callable[..., torch.Tensor]
 Bits = Callable[[torch.Tensor], torch.Tensor]
@@ -158,3 +158,33 @@ def test_page_ids_fit_the_allocator_of_adopted_pools(make_labels: Labels) -> Non
     pool = adopt(engine(make_labels), sparse())
     pages = PageAllocator(pool.num_pages, pool.page_size).alloc(5)
     assert pool.copy_out(pages).pages == 5
+
+
+def test_a_cache_over_foreign_storage(make_labels: Labels, as_bits: Bits) -> None:
+    """Pages of a tensor a layer come back from the host as they were, and freed ones are poisoned."""
+    pool = adopt(engine(make_labels), sparse())
+    host = HostPool(pool, pages=8)
+    allocator, index = PageAllocator(6, 4), PrefixIndex(4, device_pages=6, host_pages=9)
+    cache = HiCacheController(pool, allocator, host, index)
+    prompt = list(range(17))
+    acquired = cache.acquire(prompt)
+    pages = acquired.pages.copy()
+    cache.load(acquired)
+    kept = [[as_bits(layer[torch.from_numpy(pages[:4])]).clone() for layer in mirror.layers] for mirror in host.mirrors]
+    cache.finish(acquired, prompt)
+    cache.drain()
+    assert cache.evict(5) == 4
+    for mirror in host.mirrors:
+        for layer in mirror.layers:
+            gone = layer[torch.from_numpy(pages)]
+            assert bool((gone.isnan() if gone.is_floating_point() else gone == -1).all())
+    again = cache.acquire(prompt)
+    assert again.host_hit_tokens == 16
+    cache.load(again)
+    for layer_id in (0, 1, 2):
+        again.wait_layer(layer_id)
+    found = torch.from_numpy(again.pages[:4].copy())
+    for mirror, layers in zip(host.mirrors, kept, strict=True):
+        for layer, bits in zip(mirror.layers, layers, strict=True):
+            assert torch.equal(as_bits(layer[found]), bits)
+    cache.abort(again)
