@@ -384,7 +384,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         self.teardown()
-        self.bench = self.make(self.device, *self.sizes, policy=self.bench.cache.policy)
+        self.bench = self.make(self.device, *self.sizes, policy=self.bench.cache.policy, restarted=True)
 
     @rule(pages=st.integers(1, 9))
     def evict(self, pages: int) -> None:

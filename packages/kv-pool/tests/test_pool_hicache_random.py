@@ -53,12 +53,15 @@ def make_cache(
 ) -> Callable[..., Any]:
     """The caches of this file, with the streams, pools and third level that a test asks for."""
     streams, chosen = request.param[0], request.param[1:]
-    store = FileStorage(tmp_path_factory.mktemp("pages"), capacity_bytes=400_000) if "store" in chosen else None
+    folders = [tmp_path_factory.mktemp("pages")]
 
-    def make(*args: Any, **options: Any) -> Any:
+    def make(*args: Any, restarted: bool = False, **options: Any) -> Any:
         layout = sparse_layout() if "sparse" in chosen else None
         bench = make_cache(*args, streams=streams(), layout=layout, **options)
-        if store is not None:
+        if "store" in chosen:
+            if not restarted:  # each example begins with an empty store
+                folders.append(tmp_path_factory.mktemp("pages"))
+            store = FileStorage(folders[-1], capacity_bytes=10**8)
             bench.attach(StorageTier(bench.host, bench.index, store, threshold=4, batch=2, threads=0))
         return bench
 
