@@ -63,6 +63,7 @@ CASES: dict[str, Case] = {
     "linalg.inv": lambda x: torch.linalg.inv(torch.eye(3, device=x.device) * 2),
     "in-place views": lambda x: [x.clone().transpose_(0, 1), x.clone().unsqueeze_(0), x[:1].clone().squeeze_(0)],
     "rot90": lambda x: torch.rot90(x),
+    "rows of a scalar": lambda x: x[0, 0].index_select(0, torch.tensor([0], device=x.device)),
     "quantile": lambda x: torch.quantile(x, 0.3),
     "one_hot": lambda x: torch.nn.functional.one_hot(torch.tensor([0, 3], device=x.device), 5),
     "slogdet": lambda x: torch.linalg.slogdet(torch.eye(3, device=x.device) * 2),

@@ -112,7 +112,7 @@ class Refined:
         for argument, device in self.touched:
             value, written = plan.value(argument.name, args, kwargs), argument.written or argument.name in unmarked
             some = rows.get(argument.name)
-            if some is not None:
+            if some is not None and value.dim() >= some.leading:  # a tensor without dimensions has no rows
                 _add_rows(words, operator, argument.name, value, written, some)
                 continue
             for item, there in zip([value] if isinstance(value, _Tensor) else value, device, strict=True):
