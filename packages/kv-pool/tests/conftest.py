@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -339,6 +340,12 @@ class CacheMachine(RuleBasedStateMachine):
         assert len(set(acquired.pages.tolist())) == -(-length // 4)
         self.running.append(acquired)
 
+    @rule(name=st.integers(0, len(BRANCHES) - 1), length=st.integers(8, 22), wait=st.booleans())
+    def serve(self, name: int, length: int, wait: bool) -> None:
+        with suppress(OutOfPages):
+            self.bench.serve(branch(name, length))
+        self.acknowledge(wait)
+
     @precondition(lambda self: self.bench.cache._storage is not None)
     @rule(name=st.integers(0, len(BRANCHES) - 1), length=st.integers(1, 22), cancel=st.booleans())
     def prefetch(self, name: int, length: int, cancel: bool) -> None:
@@ -381,10 +388,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.bench.cache.abort(self.running.pop(data.draw(st.integers(0, len(self.running) - 1))))
 
     @precondition(lambda self: self.bench.cache._storage is not None)
-    @rule()
-    def restart(self) -> None:
+    @rule(name=st.integers(0, len(BRANCHES) - 1), length=st.integers(8, 22))
+    def restart(self, name: int, length: int) -> None:
+        self.serve(name, length, True)
         self.teardown()
         self.bench = self.make(self.device, *self.sizes, policy=self.bench.cache.policy, restarted=True)
+        self.prefetch(name, length, False)
+        self.serve(name, length, False)
 
     @rule(pages=st.integers(1, 9))
     def evict(self, pages: int) -> None:
