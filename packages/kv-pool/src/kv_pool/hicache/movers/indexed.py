@@ -64,6 +64,9 @@ class IndexedMover:
             for position, held in enumerate(mirror.layer_ids)
             if layer_id is None or held == layer_id
         ]
+        if self._rows is not None:
+            order = np.argsort(host if to_host else device)  # written in the order of addresses
+            device, host = device[order], host[order]
         if self._others is None:
             self._copy(chosen, device.tolist(), host.tolist(), to_host)
             return
