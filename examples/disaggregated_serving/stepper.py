@@ -35,16 +35,14 @@ class Row:
 class Launched:
     """A step that was enqueued: how it runs, and what it will have committed."""
 
-    def __init__(self, rows: torch.Tensor, fence: graph_runtime.Fence, size: int) -> None:
-        """The host copy of predicted tokens and correct drafts, valid from `fence` on; rows of the graph."""
-        self._rows, self._fence = rows, fence
+    def __init__(self, result: graph_runtime.PendingResult, size: int) -> None:
+        """The host copy of predicted tokens and correct drafts; rows of the graph."""
+        self._result = result
         self.size = size
 
     def committed(self) -> list[list[int]]:
         """Wait for the step; the tokens that each live row gained, at least one."""
-        if not self._fence.wait(60.0):
-            raise TimeoutError("a decode step did not end within 60 s")
-        return [row[: row[-1] + 1] for row in self._rows.tolist()]
+        return [row[: row[-1] + 1] for row in self._result.read().tolist()]
 
 
 class Stepper:
@@ -72,8 +70,7 @@ class Stepper:
             # The query length of every row is the window: what was captured stays true.
             update=graph_runtime.UpdateSpec(keys, constant=["actual_seq_qlen"]),
         )
-        size = largest * (window + 1) * 8
-        self._results = [self.device.allocate_host(size).view(torch.int64).view(largest, window + 1) for _ in range(2)]
+        self._results = graph_runtime.HostResults(self.device, rows=largest, width=window + 1)
 
     def _forward(self, step: graph_runtime.StepInputs) -> torch.Tensor:
         requests, block_table = step.tensors["request"], step.tensors["block_table"]
@@ -112,7 +109,4 @@ class Stepper:
             raw_bs=len(batch),
             eager=not graphs,
         )
-        self._results.reverse()  # the other one may still be read
-        rows = self._results[0][: len(batch)]
-        self.device.copy(rows, result.output)
-        return Launched(rows, self.device.record_fence(), result.bucket or len(batch))
+        return Launched(self._results.fetch(result.output), result.bucket or len(batch))
