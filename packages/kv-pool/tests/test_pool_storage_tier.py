@@ -15,7 +15,17 @@ import numpy as np
 import pytest
 from kv_planner import ComponentSpec, ModelLayout, Placement
 from kv_pool import CacheError, HostPoolError, MhaPool, MlaPool, StorageError
-from kv_pool.hicache import FileStorage, HostPool, StorageIdentity, StorageTier, owner_rank, page_keys
+from kv_pool.hicache import (
+    FileStorage,
+    HostPool,
+    ImmediateStreams,
+    Lane,
+    Mark,
+    StorageIdentity,
+    StorageTier,
+    owner_rank,
+    page_keys,
+)
 from kv_pool.hicache.storage.identity import ComponentIdentity
 
 Text = Callable[[int, int], list[int]]
@@ -253,3 +263,34 @@ def test_parts_that_do_not_belong_together(make: Callable[..., Any], make_cache:
         other.attach(bench.tier)
     with pytest.raises(CacheError, match="two levels"):
         other.cache.prefetch([1, 2, 3])
+
+
+class Unended(ImmediateStreams):
+    """Lanes whose copies end when they are waited for, not before."""
+
+    def mark(self, lane: Lane) -> Mark:
+        return Waiting()
+
+
+class Waiting:
+    def reached(self) -> bool:
+        return False
+
+    def wait_on_host(self) -> None:
+        return
+
+
+def test_a_prefetch_that_overtakes_a_backup_leaves_one_copy(make: Callable[..., Any], text: Text) -> None:
+    bench = make()
+    bench.serve(text(1, 9))
+    bench.cache.drain()
+    again = make(streams=Unended())
+    again.serve(text(1, 9))  # its backup is under way
+    prefetch = again.cache.prefetch(text(1, 26))
+    again.tier.drain()
+    assert prefetch.pages == 2 and again.host.allocator.held == 4
+    again.cache.drain()
+    assert again.host.allocator.held == again.index.counts().host.held == 2
+    again.check_books()
+    again.cache.evict(8)
+    assert again.serve(text(1, 9)) == (0, 8)

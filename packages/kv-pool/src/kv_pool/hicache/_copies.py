@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
+from kv_planner import TierConflict
 
 from kv_pool.hicache._inflight import Backup, Load
 
@@ -148,7 +149,7 @@ class Copies:
             kept = False
             try:
                 backup.mark.wait_on_host()
-                self._index.backed_up(backup.nodes, backup.host_pages)
+                self._record(backup)
                 kept = True
                 self.backed_up += backup.nodes.size
                 if self._on_backed_up is not None:
@@ -157,3 +158,14 @@ class Copies:
                 if not kept:
                     self._host.allocator.release(backup.host_pages)
                 self._index.unlock(backup.lock)
+
+    def _record(self, backup: Backup) -> None:
+        """Tell the index of a backup; a second copy, where a prefetch has brought the page meanwhile, is released."""
+        try:
+            self._index.backed_up(backup.nodes, backup.host_pages)
+        except TierConflict:
+            for node, page in zip(backup.nodes.tolist(), backup.host_pages.tolist(), strict=True):
+                try:
+                    self._index.backed_up([node], [page])
+                except TierConflict:
+                    self._host.allocator.release([page])
