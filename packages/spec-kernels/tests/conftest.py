@@ -90,16 +90,23 @@ class Place:
         return torch.full(shape, -7777 if dtype != torch.bool else 1, dtype=dtype, device=self.device)
 
 
-@pytest.fixture
-def place_on() -> Iterator[Callable[[str, sk.BackendName], Place]]:
-    """Make a place; the limits that its cases set end with the test."""
+@pytest.fixture(autouse=True)
+def limits_end_with_the_test() -> Iterator[None]:
+    """The limits that a place's cases set are those of no other test, whatever its order."""
     limits = tiling.MAX_TILE_BYTES, tiling.MAX_PROGRAMS
-    yield Place
+    assert limits == (192 * 1024, 65_535), "another test left its limits behind"
+    yield
     tiling.MAX_TILE_BYTES, tiling.MAX_PROGRAMS = limits
 
 
+@pytest.fixture
+def place_on() -> type[Place]:
+    """Make a place."""
+    return Place
+
+
 @pytest.fixture(params=PLACES, ids=lambda place: f"{place[1]}-{place[0]}")
-def place(request: pytest.FixtureRequest, place_on: Callable[[str, sk.BackendName], Place]) -> Place:
+def place(request: pytest.FixtureRequest, place_on: type[Place]) -> Place:
     """Every backend that this machine has."""
     return place_on(*request.param)
 
