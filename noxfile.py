@@ -88,8 +88,11 @@ def _chosen(session: nox.Session) -> tuple[str, ...]:
 
 
 def _pytest(session: nox.Session, *paths: str | Path) -> None:
-    """Run pytest inside a network namespace that has loopback only (Mooncake listens on every interface)."""
-    command = ["python", "-m", "kv_transfer.isolation", "--", "python", "-m", "pytest", "-q"]
+    """Run pytest inside a network namespace that has loopback only (Mooncake listens on every interface).
+
+    Two processes share the test files: most tests keep one core busy, and many wait.
+    """
+    command = ["python", "-m", "kv_transfer.isolation", "--", "python", "-m", "pytest", "-q", "-n2", "--dist=loadfile"]
     session.run(*command, f"--hypothesis-seed={SEED}", *map(str, paths), *session.posargs)
 
 
