@@ -28,6 +28,7 @@ from . import (
     grouped_swiglu,
     kv_norm_rope,
     lightning_indexer,
+    mla_prolog,
     moe_combine,
     moe_combine_norm,
     moe_dispatch,
@@ -61,7 +62,7 @@ _MODULES: tuple[Any, ...] = (
     *(lightning_indexer, sparse_flash_attention),
     *(scatter, scatter_pa, gather_pa, reshape_and_cache, transfer, transfer_state),
     *(sgl_cache, sgl_sampling, sgl_matmul),
-    *(norms, norms_quant, rotary, rope, kv_norm_rope, activation, gated, casts),
+    *(norms, norms_quant, rotary, rope, kv_norm_rope, mla_prolog, activation, gated, casts),
     *(quant, quant_matmul, weight_quant_matmul, grouped_matmul, grouped_swiglu, batch_matmul),
     *(top_k_top_p, prefetch),
     *(moe_gating, moe_routing, moe_finalize, moe_dispatch, moe_combine, moe_combine_norm),
@@ -73,7 +74,7 @@ REGISTRY: dict[str, Callable[..., Any]] = {
 """Kernel of each op, by full name and overload as torch.ops spells them."""
 UNDECLARED_WRITES: dict[str, tuple[str, ...]] = {
     name: arguments
-    for module in (rope, kv_norm_rope, sgl_cache, sgl_sampling, causal_conv)
+    for module in (rope, kv_norm_rope, mla_prolog, sgl_cache, sgl_sampling, causal_conv)
     for name, arguments in module.UNDECLARED_WRITES.items()
 }
 """Arguments that an op writes on a device although its schema does not say so, by full name of the op."""

@@ -134,7 +134,7 @@ def rotate_interleaved(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) ->
     Returns:
         float32 of the shape of ``x``.
     """
-    halves = x.float().view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
+    halves = x.float().view(*x.shape[:-1], x.size(-1) // 2, 2).transpose(-1, -2).flatten(-2)
     return halves * cos.float() + _turn(halves, False) * sin.float()
 
 

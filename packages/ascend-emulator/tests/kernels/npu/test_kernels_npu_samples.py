@@ -44,6 +44,20 @@ KV: dict[str, Any] = {
     "k_cache": torch.zeros(3, 4, 1, 64, dtype=H), "ckv_cache": torch.zeros(3, 4, 1, 512, dtype=H), "cache_mode": "PA",
     "is_output_kv": True,
 }  # fmt: skip
+
+
+def prolog(he: int) -> dict[str, Any]:
+    """Hidden states of two tokens, the weights of one head, and caches."""
+    return {
+        "token_x": r(2, he, dtype=B), "weight_dq": r(he, 1536, dtype=B), "weight_uq_qr": r(1536, 192, dtype=B),
+        "weight_uk": r(1, 128, 512, dtype=B), "weight_dkv_kr": r(he, 576, dtype=B),
+        "rmsnorm_gamma_cq": r(1536, dtype=B), "rmsnorm_gamma_ckv": r(512, dtype=B),
+        "rope_sin": r(2, 64, dtype=B), "rope_cos": r(2, 64, dtype=B),
+        "kv_cache": torch.zeros(2, 16, 1, 512, dtype=B), "kr_cache": torch.zeros(2, 16, 1, 64, dtype=B),
+        "cache_index": torch.tensor([17, 0]),
+    }  # fmt: skip
+
+
 LATENT: list[Any] = [r(2, 4, 512), r(2, 4, 64), r(4, 16, 1, 512), r(4, 16, 1, 64), TABLE, [20, 7], 4, 0.1, 1]
 PAGED: list[Any] = [r(2, 4, 32), r(*CACHE), r(*CACHE), 2, 4, 0.2, TABLE, i32(20, 7), torch.zeros(2, 4, 32, dtype=H)]
 LENS = {"actual_seq_lengths_kv": i32(20, 7)}
@@ -97,6 +111,9 @@ SAMPLES: dict[str, Callable[[], Call]] = {
     "npu::npu_kv_rmsnorm_rope_cache": lambda: ([], dict(KV)),
     "npu::npu_kv_rmsnorm_rope_cache_v2": lambda: ([], dict(KV)),
     "npu::npu_kv_rmsnorm_rope_cache_v2_functional": lambda: ([], dict(KV)),
+    "npu::npu_mla_prolog_v2": lambda: ([], prolog(7168)),
+    "npu::npu_mla_prolog_v3": lambda: ([], prolog(1024) | {"query_norm_flag": True}),
+    "npu::npu_mla_prolog_v3_functional": lambda: ([], prolog(1024)),
     "npu::npu_swiglu": lambda: ([r(2, 6)], {}),
     "npu::npu_dequant_swiglu_quant": lambda: ([r(3, 128)], {"quant_mode": 1, "group_index": torch.tensor([2, 1])}),
     "npu::npu_clipped_swiglu": lambda: ([r(2, 6)], {}),
