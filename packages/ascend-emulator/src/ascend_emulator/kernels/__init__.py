@@ -13,6 +13,7 @@ from typing import Any
 from . import (
     activation,
     atb_attention,
+    atb_gating,
     atb_latent,
     attention_update,
     batch_matmul,
@@ -65,7 +66,7 @@ _MODULES: tuple[Any, ...] = (
     *(norms, norms_quant, rotary, rope, kv_norm_rope, mla_prolog, activation, gated, casts),
     *(quant, quant_matmul, weight_quant_matmul, grouped_matmul, grouped_swiglu, batch_matmul),
     *(top_k_top_p, prefetch),
-    *(moe_gating, moe_routing, moe_finalize, moe_dispatch, moe_combine, moe_combine_norm),
+    *(moe_gating, atb_gating, moe_routing, moe_finalize, moe_dispatch, moe_combine, moe_combine_norm),
     *(gated_delta, chunk_delta, causal_conv),
 )
 REGISTRY: dict[str, Callable[..., Any]] = {
@@ -74,7 +75,7 @@ REGISTRY: dict[str, Callable[..., Any]] = {
 """Kernel of each op, by full name and overload as torch.ops spells them."""
 UNDECLARED_WRITES: dict[str, tuple[str, ...]] = {
     name: arguments
-    for module in (rope, kv_norm_rope, mla_prolog, sgl_cache, sgl_sampling, causal_conv)
+    for module in (rope, kv_norm_rope, mla_prolog, atb_gating, sgl_cache, sgl_sampling, causal_conv)
     for name, arguments in module.UNDECLARED_WRITES.items()
 }
 """Arguments that an op writes on a device although its schema does not say so, by full name of the op."""

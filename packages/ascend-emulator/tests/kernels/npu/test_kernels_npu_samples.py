@@ -146,6 +146,11 @@ SAMPLES: dict[str, Callable[[], Call]] = {
     ),
     "npu::npu_grouped_matmul.List": lambda: ([[r(4, 3)], [r(3, 5), r(3, 5)]], {"group_list": [1, 4], "split_item": 3}),
     "npu::npu_transpose_batchmatmul": lambda: ([r(2, 3, 16), r(2, 16, 32)], {}),
+    "atb::_npu_group_topk": lambda: ([r(3, 16), 2, 4, 2], {}),
+    "atb::npu_fused_add_topk_div": lambda: ([r(3, 16), r(16)], {"group_num": 4, "group_topk": 2, "k": 3}),
+    "atb::npu_fused_add_topk_div.out": lambda: (
+        [r(3, 16), r(16)], {"k": 3, "y": torch.zeros(3, 3), "indices": torch.zeros(3, 3, dtype=I32)},
+    ),
     "npu::npu_moe_gating_top_k_softmax": lambda: ([r(3, 8)], {"k": 2}),
     "npu::npu_moe_gating_top_k_softmax_v2": lambda: ([r(3, 8)], {"k": 2, "output_softmax": True}),
     "npu::npu_moe_gating_top_k": lambda: ([r(3, 8), 2], {"norm_type": 1, "out_flag": True}),
