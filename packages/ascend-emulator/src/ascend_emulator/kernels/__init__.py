@@ -39,6 +39,7 @@ from . import (
     norms,
     norms_quant,
     prefetch,
+    prompt_attention,
     quant,
     quant_matmul,
     reshape_and_cache,
@@ -59,7 +60,7 @@ from .errors import DeviceFault, KernelError, KernelNotCovered, OpRefused, Rule
 from .rules import NOTES, RULES, Note
 
 _MODULES: tuple[Any, ...] = (
-    *(fia_v1, fia_v2, atb_attention, atb_latent, attention_update),
+    *(fia_v1, fia_v2, prompt_attention, atb_attention, atb_latent, attention_update),
     *(lightning_indexer, sparse_flash_attention),
     *(scatter, scatter_pa, gather_pa, reshape_and_cache, transfer, transfer_state),
     *(sgl_cache, sgl_sampling, sgl_matmul),

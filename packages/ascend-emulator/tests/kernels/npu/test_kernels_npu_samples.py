@@ -146,6 +146,10 @@ SAMPLES: dict[str, Callable[[], Call]] = {
     ),
     "npu::npu_grouped_matmul.List": lambda: ([[r(4, 3)], [r(3, 5), r(3, 5)]], {"group_list": [1, 4], "split_item": 3}),
     "npu::npu_transpose_batchmatmul": lambda: ([r(2, 3, 16), r(2, 16, 32)], {}),
+    "npu::npu_prompt_flash_attention": lambda: (
+        [r(2, 2, 3, 16), r(2, 2, 3, 16, seed=1), r(2, 2, 3, 16, seed=2)],
+        {"num_heads": 2, "input_layout": "BNSD_BSND", "atten_mask": torch.ones(3, 3).triu(1).bool()},
+    ),
     "atb::_npu_group_topk": lambda: ([r(3, 16), 2, 4, 2], {}),
     "atb::npu_fused_add_topk_div": lambda: ([r(3, 16), r(16)], {"group_num": 4, "group_topk": 2, "k": 3}),
     "atb::npu_fused_add_topk_div.out": lambda: (
