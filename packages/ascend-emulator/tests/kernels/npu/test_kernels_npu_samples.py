@@ -136,6 +136,8 @@ SAMPLES: dict[str, Callable[[], Call]] = {
         [b8(4, 3), [b8(2, 3, 6)], [torch.ones(2, 6)], torch.ones(4), torch.tensor([1, 4])],
         {"dequant_dtype": torch.float32},
     ),
+    "npu::npu_convert_weight_to_int4pack": lambda: ([b8(3, 16).to(I32) >> 4], {}),
+    "npu::npu_trans_quant_param": lambda: ([r(4, dtype=F), r(1, dtype=F), 1], {}),
     "npu::npu_dynamic_quant": lambda: ([r(2, 3, 8)], {}),
     "npu::npu_quantize": lambda: ([r(3, 8, dtype=F), torch.ones(8), None, torch.qint8, -1], {}),
     "npu::npu_quant_matmul": lambda: (
