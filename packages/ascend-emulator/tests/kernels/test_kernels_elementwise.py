@@ -39,6 +39,26 @@ def test_swiglu(dtype: torch.dtype, dim: int) -> None:
     close(out.flatten(), want, dtype)
 
 
+def gelu(x: float, tanh: bool) -> float:
+    if tanh:
+        return x / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    return x / 2 * (1 + math.erf(x / math.sqrt(2)))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dim", [-1, 0, 1])
+@pytest.mark.parametrize("approximate", [0, 1])
+@pytest.mark.parametrize("left", [False, True])
+def test_geglu(dtype: torch.dtype, dim: int, approximate: int, left: bool) -> None:
+    x = draw(4, 2, 6, dtype=dtype) * 2
+    out, gate = REGISTRY["npu::npu_geglu"](x, dim, approximate, left)
+    halves = [half.double().flatten().tolist() for half in x.chunk(2, dim)]
+    gates = [gelu(a, approximate == 1) for a in halves[0 if left else 1]]
+    assert out.dtype == gate.dtype == dtype and out.shape == gate.shape == x.chunk(2, dim)[0].shape
+    close(gate.flatten(), gates, dtype)
+    close(out.flatten(), [a * b for a, b in zip(gates, halves[1 if left else 0], strict=True)], dtype)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_fast_gelu(dtype: torch.dtype) -> None:
     x = draw(3, 5, dtype=dtype)
@@ -172,6 +192,12 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
     ("topkp-logits", "npu::npu_top_k_top_p", [LOGITS.double(), None, None]),
     ("topkp-p", "npu::npu_top_k_top_p", [LOGITS, torch.ones(2).half(), None]),
     ("topkp-k", "npu::npu_top_k_top_p", [LOGITS, None, torch.ones(2).long()]),
+    ("geglu-dtype", "npu::npu_geglu", [LOGITS.double(), 0]),
+    ("geglu-rank", "npu::npu_geglu", [torch.ones(2, *[1] * 8), 0]),
+    ("geglu-even", "npu::npu_geglu", [LOGITS]),
+    ("geglu-even", "npu::npu_geglu", [LOGITS, 2]),
+    ("geglu-even", "npu::npu_geglu", [torch.ones(())]),
+    ("geglu-approximate", "npu::npu_geglu", [LOGITS, 0, 2]),
     ("prefetch-size", "npu::npu_prefetch", [LOGITS, None, 0]),
     ("prefetch-offset", "npu::npu_prefetch", [LOGITS, None, 1, 41]),
     ("prefetch-offset", "npu::npu_prefetch", [LOGITS, None, 1, -1]),

@@ -218,6 +218,7 @@ SAMPLES: dict[str, Callable[[], Call]] = {
         [r(3, 1, 128, dtype=B), r(3, 1, 128, dtype=B, seed=1), r(3, 2, 128, dtype=B)],
         {"beta": r(3, 2, dtype=B), "initial_state": r(2, 2, 128, 128, dtype=B), "actual_seq_lengths": i32(2, 1)},
     ),
+    "npu::npu_geglu": lambda: ([r(2, 8)], {}),
     "npu::npu_fast_gelu": lambda: ([r(2, 8)], {}),
     "npu::batch_matmul_transpose": lambda: ([r(3, 2, 4), r(2, 4, 5), torch.zeros(3, 2, 5, dtype=H)], {}),
     "npu::causal_conv1d": lambda: (
