@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 DYNAMIC = "npu::npu_dynamic_quant"
 QUANTIZE = "npu::npu_quantize"
 DSQ = "npu::npu_dequant_swiglu_quant"
+SWIGLU = "npu::npu_swiglu_quant"
 CLIPPED = "npu::npu_clipped_swiglu"
 LOOSE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-5}
 HALVES = [torch.float16, torch.bfloat16]
@@ -230,7 +231,48 @@ def clipped(**over: Any) -> Call:
     return CLIPPED, {"x": torch.zeros(3, 8)} | over
 
 
+def swiglu(**over: Any) -> Call:
+    return SWIGLU, {"x": torch.zeros(3, 8), "smooth_scales": torch.ones(1)} | over
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("groups", [None, [1, 3], [2, 2]])
+@pytest.mark.parametrize("kind", [0, 1])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("left", [False, True])
+def test_swiglu_quant(dtype: torch.dtype, groups: list[int] | None, kind: int, wide: bool, left: bool) -> None:
+    random = torch.Generator().manual_seed(3)
+    x = (torch.randn(2, 2, 8, generator=random) * 3).to(dtype)
+    shape = (1 if groups is None else 2, *([4] if wide else []))
+    scales, offsets = (torch.randn(shape, generator=random) * factor for factor in (20, 5))
+    index = None if groups is None else torch.tensor(groups, dtype=torch.int32)
+    options: dict[str, Any] = {"group_index": index, "group_list_type": kind, "activate_left": left}
+    for shifts in (None, offsets):
+        out, unused = REGISTRY[SWIGLU](x, smooth_scales=scales, offsets=shifts, **options)
+        assert out.dtype == torch.int8 and out.shape == (2, 2, 4) and unused.shape == (2, 2)
+        ends = [4] if groups is None else groups if kind == 0 else [groups[0], sum(groups)]
+        assert bool(is_poisoned(out.view(4, 4)[ends[-1] :]).all()) and bool(is_poisoned(unused).all())
+        for row, values in enumerate(x.double().view(4, 8).tolist()):
+            group = next((g for g, end in enumerate(ends) if row < end), None)
+            for d in range(4 if group is not None else 0):
+                gate, other = (values[d], values[d + 4]) if left else (values[d + 4], values[d])
+                at = (group, d) if wide else (group,)
+                exact = gate / (1 + math.exp(-gate)) * other * float(scales[at])
+                exact += 0 if shifts is None else float(shifts[at])
+                assert abs(int(out.view(4, 4)[row, d]) - min(127.0, max(-128.0, exact))) < 0.501
+
+
 REFUSED: list[tuple[str, Callable[[], Call]]] = [
+    ("sq-x", lambda: swiglu(x=torch.zeros(8))),
+    ("sq-x", lambda: swiglu(x=torch.zeros(3, 7))),
+    ("sq-x", lambda: swiglu(x=torch.zeros(3, 8194))),
+    ("sq-x", lambda: swiglu(x=torch.zeros(3, 8).int())),
+    ("sq-scales", lambda: swiglu(smooth_scales=torch.ones(2))),
+    ("sq-scales", lambda: swiglu(smooth_scales=torch.ones(1, dtype=H))),
+    ("sq-offsets", lambda: swiglu(offsets=torch.ones(1, 4))),
+    ("sq-group", lambda: swiglu(group_index=torch.tensor([3]))),
+    ("sq-mode", lambda: swiglu(quant_mode=2)),
+    ("sq-mode", lambda: swiglu(group_list_type=2)),
     ("dynamic-dtype", lambda: dynamic(input=torch.zeros(3, 8))),
     ("dynamic-dtype", lambda: dynamic(smooth_scales=torch.zeros(8))),
     ("dynamic-rank", lambda: dynamic(input=torch.zeros(8, dtype=H))),
@@ -290,7 +332,7 @@ def test_calls_within_the_documents_are_taken(call: Call) -> None:
 @pytest.mark.parametrize(
     "call",
     [dynamic(dst_type=16), dynamic(dst_type=3), dynamic(dst_type_max=1.0), quantize(dtype=16), dsq(dst_type=290),
-     dsq(round_mode=1), dsq(activate_dim=0)],
+     dsq(round_mode=1), dsq(activate_dim=0), swiglu(quant_mode=1), swiglu(dst_type=16), swiglu(smooth_scales=None)],
 )  # fmt: skip
 def test_forms_that_are_not_computed_say_so(call: Call) -> None:
     with pytest.raises(KernelNotCovered):
@@ -307,6 +349,8 @@ SMOOTH = torch.zeros(1, 8, dtype=H)
         dsq(x=torch.zeros(3, 128, dtype=H), group_index=torch.tensor([4])),
         dsq(x=torch.zeros(3, 128, dtype=H), group_index=torch.tensor([-1, 2])),
         clipped(group_index=torch.tensor([2, 2])),
+        swiglu(group_index=torch.tensor([4]).int()),
+        swiglu(group_index=torch.tensor([2, 1]).int(), smooth_scales=torch.ones(2)),
     ],
 )
 def test_groups_outside_the_rows_fault(call: Call) -> None:

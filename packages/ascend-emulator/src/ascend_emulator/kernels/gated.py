@@ -1,4 +1,4 @@
-"""npu_dequant_swiglu_quant and npu_clipped_swiglu: gated activations of expert networks.
+"""npu_dequant_swiglu_quant, npu_swiglu_quant and npu_clipped_swiglu: gated activations of expert networks.
 
 This module owns the ops' refusals and their groups of rows, computed in float32. npu_swiglu is in ``activation.py``.
 """
@@ -13,6 +13,7 @@ from .quantising import dtype_of, quantise_rows, to_integer
 from .rules import declare, note, online, refuse
 
 OP = "npu::npu_dequant_swiglu_quant"
+OP_SWIGLU = "npu::npu_swiglu_quant"
 OP_CLIPPED = "npu::npu_clipped_swiglu"
 _NAME = "npu_dequant_swiglu_quant"
 _DOC = online("torch_npu-npu_dequant_swiglu_quant")
@@ -71,11 +72,29 @@ note(
     _DOC,
     "not computed: `KernelNotCovered`",
 )
+declare(
+    "npu_swiglu_quant",
+    online("torch_npu-npu_swiglu_quant"),
+    _TEST,
+    {
+        "sq-x": ("x (…, 2N) of 2 axes or more, float16, bfloat16 or float32, 2N at most 8192", "cast and reshape x"),
+        "sq-scales": ("float32 smooth_scales (groups, N) or (groups,); without group_index: 1 group", "reshape them"),
+        "sq-offsets": ("float32 offsets shaped as smooth_scales", "reshape them, or leave them None"),
+        "sq-group": ("an int32 group_index (groups,)", "call .int() on it"),
+        "sq-mode": ("quant_mode 0 or 1, group_list_type 0 or 1", "pass a supported mode"),
+    },
+)
 note(
     "npu_swiglu_quant",
-    "scale = 127 / largest magnitude in one document, largest magnitude / 127 in the other",
+    "dynamic: scale = 127 / largest magnitude in one document, largest magnitude / 127 in the other",
     "ops-nn, aclnnSwiGluQuantV2.md; " + online("torch_npu-npu_swiglu_quant"),
-    "the documents contradict each other, so there is no kernel: the call raises an error that names the op",
+    "the documents contradict each other: `KernelNotCovered`, as int4 and static calls without scales: " + _TEST,
+)
+note(
+    "npu_swiglu_quant",
+    "rising group_index that ends within the rows",
+    online("torch_npu-npu_swiglu_quant"),
+    "others are a `DeviceFault` (507015); rows past the groups, and static scales, are poison: " + _TEST,
 )
 
 
@@ -239,6 +258,69 @@ def npu_dequant_swiglu_quant(
     return out, scales
 
 
+def npu_swiglu_quant(
+    x: torch.Tensor,
+    *,
+    smooth_scales: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+    group_index: torch.Tensor | None = None,
+    activate_left: bool = False,
+    quant_mode: int = 0,
+    group_list_type: int = 0,
+    dst_type: int | torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Activates and quantises with given scales.
+
+    Args:
+        x: Shape: [..., 2N]; float16, bfloat16 or float32.
+        smooth_scales: factors of the activation. Shape: [groups, N] or [groups]; float32.
+        offsets: None, or added before rounding. Shape: as the scales; float32.
+        group_index: None for one group, or as ``group_list_type`` says (rows: all axes but the last). Shape: [groups];
+            int32.
+        activate_left: which half is the gate.
+        quant_mode: 0; 1 (dynamic) is not computed.
+        group_list_type: 0 ends of the groups, 1 rows of each.
+        dst_type: None or int8.
+
+    Returns:
+        int8 [..., N]; rows past the groups are poison. And float32 [...] without meaning.
+
+    Raises:
+        OpRefused, KernelNotCovered, DeviceFault: see ``errors``.
+
+    Source:
+        op-plugin, torch_npu-npu_swiglu_quant.md; ops-nn, aclnnSwiGluQuantV2.md.
+    """
+    if quant_mode not in (0, 1) or group_list_type not in (0, 1):
+        refuse(OP_SWIGLU, "sq-mode", "quant_mode", f"{quant_mode}, group_list_type {group_list_type}")
+    if dtype_of(OP_SWIGLU, "dst_type", dst_type, torch.int8) != torch.int8:
+        raise KernelNotCovered(OP_SWIGLU, "dst_type", dst_type)
+    if x.dtype not in (*_HALVES, torch.float32) or x.dim() < 2 or x.size(-1) % 2 or not 0 < x.size(-1) <= 8192:
+        refuse(OP_SWIGLU, "sq-x", "x", f"{x.dtype}, shape {tuple(x.shape)}")
+    if group_index is not None and (group_index.dtype != torch.int32 or group_index.dim() != 1):
+        refuse(OP_SWIGLU, "sq-group", "group_index", f"{group_index.dtype}, shape {tuple(group_index.shape)}")
+    if quant_mode:
+        raise KernelNotCovered(OP_SWIGLU, "quant_mode", quant_mode)
+    if smooth_scales is None:
+        raise KernelNotCovered(OP_SWIGLU, "smooth_scales", None)
+    groups, hidden = 1 if group_index is None else group_index.size(0), x.size(-1) // 2
+    if smooth_scales.dtype != torch.float32 or tuple(smooth_scales.shape) not in ((groups, hidden), (groups,)):
+        refuse(OP_SWIGLU, "sq-scales", "smooth_scales", f"{smooth_scales.dtype}, shape {tuple(smooth_scales.shape)}")
+    if offsets is not None and (offsets.dtype != torch.float32 or offsets.shape != smooth_scales.shape):
+        refuse(OP_SWIGLU, "sq-offsets", "offsets", f"{offsets.dtype}, shape {tuple(offsets.shape)}")
+    flat = _activate(x.float().reshape(-1, 2 * hidden), activate_left, 0, 0.0, 0.0, 0.0)
+    rising = group_index is not None and group_list_type == 0
+    lengths = group_index.diff(prepend=group_index.new_zeros(1)) if group_index is not None and rising else group_index
+    rows = torch.tensor(_counts(OP_SWIGLU, lengths, flat.size(0)))
+    each = torch.arange(groups).repeat_interleave(rows)
+    values = flat[: each.numel()] * smooth_scales[each].view(each.numel(), -1)
+    if offsets is not None:
+        values = values + offsets[each].view(each.numel(), -1)
+    out = fill_poison_(torch.empty(flat.shape, dtype=torch.int8))
+    out[: each.numel()] = to_integer(values)
+    return out.view(*x.shape[:-1], hidden), fill_poison_(torch.empty(x.shape[:-1], dtype=torch.float32))
+
+
 def npu_clipped_swiglu(
     x: torch.Tensor,
     *,
@@ -290,4 +372,4 @@ def npu_clipped_swiglu(
     return out
 
 
-KERNELS = {OP: npu_dequant_swiglu_quant, OP_CLIPPED: npu_clipped_swiglu}
+KERNELS = {OP: npu_dequant_swiglu_quant, OP_SWIGLU: npu_swiglu_quant, OP_CLIPPED: npu_clipped_swiglu}

@@ -116,6 +116,7 @@ SAMPLES: dict[str, Callable[[], Call]] = {
     "npu::npu_mla_prolog_v3_functional": lambda: ([], prolog(1024)),
     "npu::npu_swiglu": lambda: ([r(2, 6)], {}),
     "npu::npu_dequant_swiglu_quant": lambda: ([r(3, 128)], {"quant_mode": 1, "group_index": torch.tensor([2, 1])}),
+    "npu::npu_swiglu_quant": lambda: ([r(3, 8)], {"smooth_scales": torch.ones(1, 4), "dst_type": torch.int8}),
     "npu::npu_clipped_swiglu": lambda: ([r(2, 6)], {}),
     "npu::npu_dtype_cast": lambda: ([r(2, 3), F], {}),
     "npu::_npu_dtype_cast": lambda: ([r(2, 3), F], {}),
