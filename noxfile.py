@@ -136,6 +136,22 @@ def engines_vllm(session: nox.Session) -> None:
 
 
 @nox.session
+@nox.parametrize("release", ["2.11", "2.13"])
+def releases(session: nox.Session, release: str) -> None:
+    """The emulator's tests beside another torch and torch_npu. Optional: an environment of its own for each pair."""
+    session.env.update(ENVIRONMENT)
+    session.env["OMP_NUM_THREADS"] = "1"
+    group = f"release_{release.replace('.', '_')}"
+    others = [line for line in _group("runtime") if line.startswith(("numpy", "pyyaml", "setuptools"))]
+    session.install(*_group(group), *others, *_group("test"))
+    session.install("--no-deps", *_group(f"{group}_npu"), "-e", "packages/ascend-emulator")
+    tests = ROOT / "packages/ascend-emulator/tests"
+    # The database of operators belongs to the release that `tests` runs.
+    beside = f"--ignore={tests / 'test_emulator_opinfo.py'}"
+    session.run("python", "-m", "pytest", "-q", f"--hypothesis-seed={SEED}", str(tests), beside, *session.posargs)
+
+
+@nox.session
 def golden(session: nox.Session) -> None:
     """Check the planner's golden files against SGLang's own functions and its compiled tree; `-- --write` records them.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .errors import CompilerNotFoundError, RuntimeBuildError
 
-__all__ = ["FALLBACK", "LIBRARIES", "build_fallback", "build_runtime"]
+__all__ = ["FALLBACK", "LIBRARIES", "OPTIONS", "build_fallback", "build_options", "build_runtime"]
 
 _SOURCES = Path(__file__).parent / "runtime"
 _HEADERS = Path("include") / "third_party" / "acl" / "inc"
@@ -36,6 +36,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "graph.c",
         "copy.c",
         "launch.c",
+        "unsupported.c",
         "support.c",
         "profiler.c",
     ),
@@ -49,6 +50,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "libascend_hal.so": ("hal.c",),
 }
 FALLBACK = "libascend_emulator_operators.so"
+OPTIONS = "libascend_emulator_options.so"
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,18 @@ def build_fallback(torch_folder: Path, torch_npu_folder: Path, builds: str) -> P
     return _build(
         compiler, _FALLBACK_SOURCES.iterdir(), {FALLBACK: command}, (builds, repr((_FALLBACK_FLAGS, FALLBACK)))
     )
+
+
+def build_options() -> Path:
+    """Folder that holds the library of `_allocator_options.py`; builds it when this machine has not done so yet.
+
+    Raises:
+        CompilerNotFoundError: no C++ compiler.
+        RuntimeBuildError: the compiler failed.
+    """
+    compiler = find_compiler(_CXX)
+    source = _FALLBACK_SOURCES / "allocator_options.cpp"
+    return _build(compiler, [source], {OPTIONS: [*compiler, *_FALLBACK_FLAGS, str(source)]}, (repr(_FALLBACK_FLAGS),))
 
 
 def _build(compiler: list[str], sources: Iterable[Path], commands: dict[str, list[str]], key: tuple[str, ...]) -> Path:

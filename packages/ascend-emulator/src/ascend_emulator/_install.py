@@ -29,7 +29,7 @@ from .errors import (
 __all__ = ["install", "is_compiled", "is_installed", "register_kernel"]
 
 # torch release -> torch_npu release that was tried on this runtime.
-_PAIRS = {"2.12.0": "2.12.0"}
+_PAIRS = {version: version for version in ("2.11.0", "2.12.0", "2.13.0")}
 SUPPORTED = ", ".join(f"torch=={torch} with torch-npu=={npu}" for torch, npu in _PAIRS.items())
 _MAX_DEVICES = 16
 _DEFAULTS = {"devices": 2, "memory_bytes": 16 << 30}
@@ -182,6 +182,7 @@ def _set_environment() -> None:
 def _import_quietly() -> None:
     """Import torch and torch_npu without torch_npu's line about the missing toolkit and its files' syntax warnings."""
     importlib.import_module("torch")
+    importlib.import_module("._allocator_options", __package__).make_room()
     with without_lines("ASCEND_HOME_PATH environment variable is not set"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of torch_npu's own source, about which nobody here can do anything
         importlib.import_module("torch_npu")

@@ -308,6 +308,10 @@ class Scheduler:
         runtime.host_sees_event(event)
         self.settle()
 
+    def devices(self) -> list[int]:
+        """The devices that have a stream, which torch_npu makes at a device's first use: no other one has work."""
+        return sorted({self.queue(address).state.device for address in runtime.streams()})
+
     def wait_device(self, device: int) -> None:
         """What a synchronize of the device does."""
         queues = [self.queue(address) for address in runtime.streams()]

@@ -133,11 +133,16 @@ def _prepare(wish: _Wish) -> None:
 
 
 def _wait_for_devices() -> None:
-    """Wait for every device, also behind an error; raise the first one."""
+    """Wait for every device that was used, also behind an error; raise the first one.
+
+    torch_npu 2.13 ends the process at the next backward pass when a device was chosen and has no stream yet.
+    """
     import torch_npu
 
+    from ._queue import scheduler
+
     first: BaseException | None = None
-    for device in range(torch_npu.npu.device_count()):
+    for device in scheduler.devices():
         try:
             torch_npu.npu.synchronize(device)
         except (EmulatorError, RuntimeError) as error:

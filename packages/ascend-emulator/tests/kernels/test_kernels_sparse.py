@@ -284,7 +284,7 @@ def test_calls_within_the_documents_are_taken(paged: bool) -> None:
         REGISTRY[op](**options)
 
 
-@pytest.mark.parametrize("call", [indexer(return_value=True), sfa(sinks=torch.zeros(4))])
+@pytest.mark.parametrize("call", [indexer(return_value=True), sfa(sinks=torch.zeros(4)), sfa(value=None)])
 def test_forms_that_are_not_computed_say_so(call: Call) -> None:
     with pytest.raises(KernelNotCovered):
         REGISTRY[call[0]](**call[1])

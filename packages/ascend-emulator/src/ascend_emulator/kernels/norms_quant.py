@@ -172,7 +172,7 @@ def npu_add_rms_norm_dynamic_quant(
     smooth_scale2: torch.Tensor | None = None,
     beta: torch.Tensor | None = None,
     epsilon: float = 1e-06,
-    output_mask: Sequence[bool] = (),
+    output_mask: Sequence[bool] | None = (),
     y_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Adds, normalises, and quantises each row with a scale of its own: largest magnitude / 127.
@@ -185,7 +185,7 @@ def npu_add_rms_norm_dynamic_quant(
         smooth_scale2: the same for the second output, which exists with both scales or when the mask says so.
         beta: None, or added after gamma.
         epsilon: added to the mean square.
-        output_mask: empty, or which of the two outputs are wanted.
+        output_mask: empty or None (torch_npu before 2.13 and from it on), or which of the two outputs are wanted.
         y_dtype: None or int8.
 
     Returns:
@@ -207,7 +207,7 @@ def npu_add_rms_norm_dynamic_quant(
     for name, tensor in named.items():
         if tensor is not None and (tensor.dtype != x1.dtype or tuple(tensor.shape) != row):
             refuse(OP_DYNAMIC, "norm-dynamic-row", name, f"{tensor.dtype}, shape {tuple(tensor.shape)}")
-    mask = list(output_mask)
+    mask = list(output_mask or ())
     if mask:
         lacks = [
             scale is not None and not mask[i] for i, scale in enumerate((smooth_scale1, smooth_scale2)) if i < len(mask)
@@ -223,10 +223,19 @@ def npu_add_rms_norm_dynamic_quant(
         if mask[number]:
             outs.append(quantise_rows(values if smooth is None else values * smooth.float()))
         else:
-            shape = (0,) if number and output_mask else x1.shape
-            blank = torch.empty(shape, dtype=torch.int8), torch.empty(x1.shape[:-1], dtype=torch.float32)
+            whole = not _leaves_out_whole_results()
+            shape = x1.shape if whole and not (number and output_mask) else (0,)
+            rows = x1.shape[:-1] if whole else (0,)
+            blank = torch.empty(shape, dtype=torch.int8), torch.empty(rows, dtype=torch.float32)
             outs.append((fill_poison_(blank[0]), fill_poison_(blank[1])))
     return outs[0][0], outs[1][0], total, outs[0][1], outs[1][1]
+
+
+def _leaves_out_whole_results() -> bool:
+    """Whether results that are not wanted are empty with their scales: from torch_npu 2.13 on, as its schema tells."""
+    op = getattr(torch.ops.npu, OP_DYNAMIC.partition("::")[2], None)
+    arguments = [] if op is None else op.default._schema.arguments
+    return any(argument.name == "output_mask" and argument.default_value is None for argument in arguments)
 
 
 def npu_rms_norm_quant(

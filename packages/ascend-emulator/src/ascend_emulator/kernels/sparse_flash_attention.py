@@ -58,6 +58,12 @@ note(
     "past the keys: a `DeviceFault` (507015); past the causal limit: hidden, as documented: " + TEST,
 )
 note(_NAME, "(not documented) a token that sees nothing", "—", "zeros; its largest score is -inf and its sum 0")
+note(
+    _NAME,
+    "no value (torch_npu from 2.13 on)",
+    "torch_npu 2.13.0, its schema",
+    "not computed: `KernelNotCovered`: " + TEST,
+)
 note(_NAME, "sinks (not on 910B, 910C)", _DOC, "not computed: `KernelNotCovered`: " + TEST)
 note(
     _NAME,
@@ -114,7 +120,7 @@ def _chosen(indices: torch.Tensor, size: int, seen: int, request: Request) -> to
 def npu_sparse_flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
-    value: torch.Tensor,
+    value: torch.Tensor | None,
     sparse_indices: torch.Tensor,
     scale_value: float,
     *,
@@ -138,7 +144,7 @@ def npu_sparse_flash_attention(
     Args:
         query: latent part. Shape: [B, S, N, 512] or [T, N, 512]; float16 or bfloat16.
         key: latent part. Shape: as the query with one head, or [blocks, block_size, 1, 512].
-        value: shape of ``key``.
+        value: shape of ``key``; None (from torch_npu 2.13) is not computed.
         sparse_indices: blocks of ``sparse_block_size`` tokens. Shape: [B, S, 1, n] or [T, 1, n]; int32. *Padding*: -1.
         scale_value: factor of the scores.
         block_table: pages of each request, for PA_BSND. Shape: [B, blocks]; int32.
@@ -166,6 +172,8 @@ def npu_sparse_flash_attention(
     Source:
         op-plugin, torch_npu-npu_sparse_flash_attention.md.
     """
+    if value is None:
+        raise KernelNotCovered(OP, "value", None)
     if sinks is not None:
         raise KernelNotCovered(OP, "sinks", f"a tensor of shape {tuple(sinks.shape)}")
     if query_rope is None or key_rope is None:

@@ -9,6 +9,7 @@ import ascend_emulator
 import pytest
 import torch
 import torch_npu
+from ascend_emulator import OperatorNotEmulatedError
 from ascend_emulator.kernels import REGISTRY, UNDECLARED_WRITES
 
 Call = tuple[list[Any], dict[str, Any]]
@@ -281,6 +282,11 @@ def test_on_the_device_it_is_the_kernel(name: str) -> None:
     arguments, options = as_numbers(on(call, "cpu"))
     wanted = flat(REGISTRY[name](*arguments, **options))
     given_arguments, given_options = on(call, "npu")
+    inner = f"_{name.partition('::')[2]}"
+    if name == "npu::npu_moe_token_unpermute" and hasattr(torch.ops.npu, inner):  # torch_npu from 2.13 on
+        with pytest.raises(OperatorNotEmulatedError, match=f"npu::{inner}"):
+            overload(name)(*given_arguments, **given_options)
+        return
     got = flat(overload(name)(*given_arguments, **given_options))
     assert len(got) == len(wanted)
     if "_get_workspace" not in name:  # scratch memory: content without meaning
