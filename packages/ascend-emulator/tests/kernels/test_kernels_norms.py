@@ -142,10 +142,13 @@ def test_dynamic_quantisation(dtype: torch.dtype, smooths: tuple[int, int], mask
     wanted = mask or (True, all(smooths))
     for number in (0, 1):
         out, scale = results[number], results[3 + number]
-        assert out.dtype == torch.int8 and scale.shape == (3, 2) and scale.dtype == torch.float32
-        if not wanted[number]:
-            assert out.shape == ((0,) if mask else x.shape)
+        assert (out.dtype, scale.dtype) == (torch.int8, torch.float32)
+        if not wanted[number]:  # torch_npu from 2.13 on leaves out the scales too
+            newer = int(torch.__version__.split(".")[1]) >= 13
+            assert out.shape == ((0,) if mask or newer else x.shape)
+            assert scale.shape == ((0,) if newer else (3, 2))
             continue
+        assert scale.shape == (3, 2)
         for row, got, factor in zip((x + other).view(-1, 8), out.view(-1, 8), scale.flatten(), strict=True):
             y = normed(row, floats(gamma), 1e-6, None if shift is None else floats(shift))
             smooth = scales[number]
