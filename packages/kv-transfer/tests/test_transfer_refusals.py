@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import contextlib
 import os
 import random
 from collections.abc import Callable
@@ -229,7 +230,8 @@ def test_ranks_that_misjudge_what_they_send_are_refused_before_a_room(ranges: li
     ]
     refused = []
     for sender in senders:
-        sender.connect()
+        with contextlib.suppress(kt.PeerRefused):  # the last one may hear of it before connect() returns
+            sender.connect()
     for sender in senders:
         try:
             sender.wait_ready(5)
