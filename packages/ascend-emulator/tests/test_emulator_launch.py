@@ -51,7 +51,7 @@ def test_registering_a_kernel_function_names_it(library: ctypes.CDLL) -> None:
             "BoundingBoxEncode",
             lambda x: torch_npu.npu_bounding_box_encode(x, x, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0),
         ),
-        ("npu::npu_geglu", "aclnnGeGluV3", lambda x: torch_npu.npu_geglu(x.half())),
+        ("npu::npu_group_norm_silu", "aclnnGroupNormSilu", lambda x: torch_npu.npu_group_norm_silu(x, x[0], x[0], 1)),
         (
             "atb::_npu_flash_attention",
             "SelfAttentionOperation",

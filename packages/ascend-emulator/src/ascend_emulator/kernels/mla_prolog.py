@@ -8,8 +8,10 @@ rounded where the next product takes bfloat16. Quantised forms are not computed.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,6 +37,7 @@ _LATENT, _ROPE = 512, 64
 _HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 _T = torch.Tensor
 _Tensors = tuple[_T, _T, _T, _T, _T, _T, _T, _T, _T, _T, _T]
+_Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 _NARROW = (torch.int8, torch.uint8, torch.float8_e4m3fn)
 
 declare(
@@ -318,17 +321,32 @@ def npu_mla_prolog_v2(
     kv_cache: torch.Tensor,
     kr_cache: torch.Tensor,
     *,
+    dequant_scale_x: torch.Tensor | None = None,
+    dequant_scale_w_dq: torch.Tensor | None = None,
+    dequant_scale_w_uq_qr: torch.Tensor | None = None,
+    dequant_scale_w_dkv_kr: torch.Tensor | None = None,
+    quant_scale_ckv: torch.Tensor | None = None,
+    quant_scale_ckr: torch.Tensor | None = None,
+    smooth_scales_cq: torch.Tensor | None = None,
     rmsnorm_epsilon_cq: float = 1e-05,
     rmsnorm_epsilon_ckv: float = 1e-05,
     cache_mode: str = "PA_BSND",
-    **scales: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Version 2: paged caches, sizes of one model; see ``npu_mla_prolog_v3``. *Mutates* the caches.
 
     Returns:
         Queries, their rope parts, both caches, and one undefined float32.
     """
-    not_covered(OP_V2, **scales)
+    not_covered(
+        OP_V2,
+        dequant_scale_x=dequant_scale_x,
+        dequant_scale_w_dq=dequant_scale_w_dq,
+        dequant_scale_w_uq_qr=dequant_scale_w_uq_qr,
+        dequant_scale_w_dkv_kr=dequant_scale_w_dkv_kr,
+        quant_scale_ckv=quant_scale_ckv,
+        quant_scale_ckr=quant_scale_ckr,
+        smooth_scales_cq=smooth_scales_cq,
+    )
     given = _Inputs(
         *(token_x, weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr, rmsnorm_gamma_cq, rmsnorm_gamma_ckv),
         *(rope_sin, rope_cos, kv_cache, kr_cache, cache_index, None),
@@ -343,6 +361,47 @@ def _unused(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """A result that is not asked for."""
     cann = pose.current().cann
     return fill_poison_(torch.empty(1 if cann is None or cann < (8, 5) else 0, dtype=dtype))
+
+
+def _options(
+    *,
+    cache_index: torch.Tensor | None = None,
+    dequant_scale_x: torch.Tensor | None = None,
+    dequant_scale_w_dq: torch.Tensor | None = None,
+    dequant_scale_w_uq_qr: torch.Tensor | None = None,
+    dequant_scale_w_dkv_kr: torch.Tensor | None = None,
+    quant_scale_ckv: torch.Tensor | None = None,
+    quant_scale_ckr: torch.Tensor | None = None,
+    smooth_scales_cq: torch.Tensor | None = None,
+    actual_seq_len: torch.Tensor | None = None,
+    k_nope_clip_alpha: torch.Tensor | None = None,
+    rmsnorm_epsilon_cq: float = 1e-05,
+    rmsnorm_epsilon_ckv: float = 1e-05,
+    cache_mode: str = "PA_BSND",
+    query_norm_flag: bool = False,
+    weight_quant_mode: int = 0,
+    kv_cache_quant_mode: int = 0,
+    query_quant_mode: int = 0,
+    ckvkr_repo_mode: int = 0,
+    quant_scale_repo_mode: int = 0,
+    tile_size: int = 128,
+    qc_qr_scale: float = 1.0,
+    kc_scale: float = 1.0,
+    token_x_dtype: int | None = None,
+    weight_dq_dtype: int | None = None,
+    weight_uq_qr_dtype: int | None = None,
+    weight_dkv_kr_dtype: int | None = None,
+    kv_cache_dtype: int | None = None,
+) -> None:
+    """The keyword arguments of version 3 and their defaults, once for both forms."""
+
+
+def _with_options(kernel: _Kernel) -> _Kernel:
+    """Give a kernel the signature of its op: ``**options`` are those of ``_options``."""
+    own = [p for p in inspect.signature(kernel).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    signature = inspect.Signature([*own, *inspect.signature(_options).parameters.values()])
+    kernel.__signature__ = signature  # type: ignore[attr-defined]
+    return kernel
 
 
 def _run_v3(
@@ -368,6 +427,7 @@ def _run_v3(
     return query, turned, _unused(), norm if query_norm_flag else _unused(torch.bfloat16), _unused()
 
 
+@_with_options
 def npu_mla_prolog_v3(
     token_x: torch.Tensor,
     weight_dq: torch.Tensor,
@@ -416,6 +476,7 @@ def npu_mla_prolog_v3(
     return _run_v3(OP_V3, (token_x, *weights, rope_sin, rope_cos, kv_cache, kr_cache), **options)
 
 
+@_with_options
 def npu_mla_prolog_v3_functional(
     token_x: torch.Tensor,
     weight_dq: torch.Tensor,
