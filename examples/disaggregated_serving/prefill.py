@@ -98,23 +98,22 @@ class PrefillStage:
     def begin(self, link: Link, room: int, prompt: Sequence[int], *, use_cache: bool) -> int:
         """Take pages for a prompt; the tokens that this stage need not compute, or `REFUSED`."""
         assert self.sender is not None
-        acquired, refusal = None, ""
         try:
             acquired = self.cache.acquire(np.asarray(prompt, np.int64))
         except OutOfPages as error:
-            refusal = f"{self.name}: {error}"
+            try:
+                self.sender.reject(room, f"{self.name}: {error}")
+            except kv_transfer.PeerLost as lost:
+                self.lose(link, lost)
+            return REFUSED
         try:
-            if acquired is None:
-                self.sender.reject(room, refusal)
-                return REFUSED
             self.rooms[room] = _Room(prompt, acquired, self.sender.open(room))
-        except (kv_transfer.TransferError, kv_transfer.TransferTimeout) as error:
-            if acquired is not None:
-                self.cache.abort(acquired)
-            if isinstance(error, kv_transfer.PeerLost):
-                self.lose(link, error)
-            elif not isinstance(error, (kv_transfer.TransferAborted, kv_transfer.TransferTimeout)):
-                raise  # else decode does not want it any more
+        except (kv_transfer.TransferAborted, kv_transfer.TransferTimeout):  # decode does not want it any more
+            self.cache.abort(acquired)
+            return REFUSED
+        except kv_transfer.PeerLost as lost:
+            self.cache.abort(acquired)
+            self.lose(link, lost)
             return REFUSED
         return acquired.hit_tokens if use_cache else 0
 

@@ -224,6 +224,7 @@ class NixlEngine:
         handle.settle(status)
 
     def _still_runs(self, handle: _Handle) -> bool:
+        """Whether the library still holds the transfer; a state that it cannot tell any more is an ended one."""
         try:
             return bool(self._agent.check_xfer_state(handle.transfer) == "PROC")
         except Exception:
