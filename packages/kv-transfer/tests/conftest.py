@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from transfer_memory import make_layout, stages, whole
 from transfer_pair import HeldEngine, Pair
 
+from kv_transfer import registry
+
 
 def pytest_report_header() -> list[str]:
     from kv_transfer.isolation import current_isolation
@@ -22,6 +24,12 @@ def pytest_report_header() -> list[str]:
         f"kv-transfer: this process is {current_isolation()}",
         "kv-transfer: Mooncake runs in child processes, inside a namespace of their own where the system allows",
     ]
+
+
+@pytest.fixture(autouse=True)
+def own_engine_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine names that a test registers are gone after it."""
+    monkeypatch.setattr(registry, "_FACTORIES", dict(registry._FACTORIES))
 
 
 @pytest.fixture

@@ -10,16 +10,9 @@ import pytest
 from transfer_memory import make_layout, whole
 
 import kv_transfer as kt
-from kv_transfer import registry
 from kv_transfer.engine import Blocks
 from kv_transfer.engine_check import require_engine
 from kv_transfer.engines.loopback import LoopbackEngine
-
-
-@pytest.fixture(autouse=True)
-def own_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engine names of these tests are gone after each."""
-    monkeypatch.setattr(registry, "_FACTORIES", dict(registry._FACTORIES))
 
 
 class Partial:
