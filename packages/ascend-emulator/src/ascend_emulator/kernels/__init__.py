@@ -41,8 +41,10 @@ from . import (
     prefetch,
     prompt_attention,
     quant,
+    quant_lightning_indexer,
     quant_matmul,
     quant_params,
+    quant_sparse_attention,
     reshape_and_cache,
     rope,
     rotary,
@@ -62,7 +64,7 @@ from .rules import NOTES, RULES, Note
 
 _MODULES: tuple[Any, ...] = (
     *(fia_v1, fia_v2, prompt_attention, atb_attention, atb_latent, attention_update),
-    *(lightning_indexer, sparse_flash_attention),
+    *(lightning_indexer, sparse_flash_attention, quant_lightning_indexer, quant_sparse_attention),
     *(scatter, scatter_pa, gather_pa, reshape_and_cache, transfer, transfer_state),
     *(sgl_cache, sgl_sampling, sgl_matmul),
     *(norms, norms_quant, rotary, rope, kv_norm_rope, mla_prolog, activation, gated, casts),

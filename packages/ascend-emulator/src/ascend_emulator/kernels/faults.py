@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from ascend_emulator.poison import POISON_BYTE, poison_byte
+from ascend_emulator.poison import poison_byte
 
 _INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _pattern(itemsize: int) -> int:
-    return int.from_bytes(bytes([POISON_BYTE]) * itemsize, "little", signed=True)
+def _pattern(dtype: torch.dtype) -> int:
+    return int.from_bytes(bytes([poison_byte(dtype)]) * dtype.itemsize, "little", signed=True)
 
 
 def poisoned_rows(rows: torch.Tensor) -> torch.Tensor | None:
@@ -23,7 +23,7 @@ def poisoned_rows(rows: torch.Tensor) -> torch.Tensor | None:
     One element of each row is looked at first; only when one of them is poison are those rows read whole.
 
     Args:
-        rows: Shape: [..., dims]; a floating-point dtype; any strides.
+        rows: Shape: [..., dims]; any dtype of 1, 2, 4 or 8 bytes; any strides.
 
     Returns:
         None when no row is poisoned, else a bool tensor of shape [...].
@@ -31,7 +31,7 @@ def poisoned_rows(rows: torch.Tensor) -> torch.Tensor | None:
     if rows.numel() == 0:
         return None
     integers = rows.view(_INT_OF_SIZE[rows.element_size()])
-    pattern = _pattern(rows.element_size())
+    pattern = _pattern(rows.dtype)
     suspects = integers[..., 0] == pattern
     if not bool(suspects.any()):
         return None

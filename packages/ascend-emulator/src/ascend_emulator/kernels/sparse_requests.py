@@ -1,6 +1,6 @@
 """What the sparse attention ops share: requests from length tensors, and rows of keys, dense or paged.
 
-This module owns the refusals that bind npu_lightning_indexer and npu_sparse_flash_attention alike. It computes nothing.
+This module owns the refusals that bind the lightning indexers and the sparse attentions alike. It computes nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .faults import layer_of, place, poisoned_rows
 from .fia_requests import Request
 from .rules import declare, note, online, refuse
 
-_FAMILY = "npu_lightning_indexer, npu_sparse_flash_attention"
+_FAMILY = "npu_[quant_]lightning_indexer, npu_[kv_quant_]sparse_flash_attention"
 _DOC = online("torch_npu-npu_sparse_flash_attention")
 MAX_TOKENS = 2**63 - 1
 TEST = "test_kernels_sparse.py"
@@ -25,13 +25,16 @@ declare(
     _DOC,
     TEST,
     {
-        "choice-dtype": ("float16 or bfloat16, query and keys alike", "cast them to one dtype"),
+        "choice-dtype": ("unquantised: float16 or bfloat16, query and keys alike", "cast them to one dtype"),
         "choice-layout": (
             "query BSND or TND; keys of the query's layout, or PA_BSND with a block_table",
             "spell a supported layout",
         ),
         "choice-rank": ("tensors of the ranks that their layouts spell, one key head, not empty", "reshape them"),
-        "choice-contiguous": ("contiguous tensors", "call .contiguous() on it"),
+        "choice-contiguous": (
+            "contiguous tensors; npu_quant_lightning_indexer's keys in PA_BSND but for axis 0",
+            "call .contiguous() on it",
+        ),
         "choice-lens": (
             "int32 lengths (requests,), needed in TND (cumulative) and for keys in PA_BSND (one each)",
             "pass them as a tensor",
@@ -54,12 +57,17 @@ note(
     "—",
     "a row of poison bytes is a `DeviceFault` (507015): " + TEST,
 )
-note(_FAMILY, "950: keys need not be contiguous in axis 0", _DOC, "contiguous on every chip")
+note(
+    "npu_lightning_indexer, npu_[kv_quant_]sparse_flash_attention",
+    "950: keys need not be contiguous in axis 0",
+    _DOC,
+    "contiguous on every chip",
+)
 
 
 @dataclass(frozen=True)
 class SparseCall:
-    """What both ops are given, under common names.
+    """What these ops are given, under common names.
 
     Attributes:
         op: full op name.
@@ -82,8 +90,24 @@ class SparseCall:
         return self.layout_kv == "PA_BSND"
 
 
-def check(call: SparseCall, sparse_mode: int, pre_tokens: int, next_tokens: int) -> None:
-    """Refuses what both documents refuse.
+def check(
+    call: SparseCall,
+    sparse_mode: int,
+    pre_tokens: int,
+    next_tokens: int,
+    *,
+    alike: bool = True,
+    blocks_apart: bool = False,
+) -> None:
+    """Refuses what the documents refuse alike.
+
+    Args:
+        call: the call.
+        sparse_mode: the op's argument.
+        pre_tokens: the op's argument.
+        next_tokens: the op's argument.
+        alike: whether keys have the query's dtype.
+        blocks_apart: whether blocks of keys need not follow each other in memory.
 
     Raises:
         OpRefused: a documented constraint is broken.
@@ -97,9 +121,10 @@ def check(call: SparseCall, sparse_mode: int, pre_tokens: int, next_tokens: int)
     if call.query.dim() != len(call.layout_query) or call.query.numel() == 0:
         refuse(call.op, "choice-rank", "query", f"shape {tuple(call.query.shape)} in {call.layout_query}")
     for name, tensor in (("query", call.query), *call.keys.items()):
-        if tensor.dtype not in (torch.float16, torch.bfloat16) or tensor.dtype != call.query.dtype:
+        if alike and (tensor.dtype not in (torch.float16, torch.bfloat16) or tensor.dtype != call.query.dtype):
             refuse(call.op, "choice-dtype", name, tensor.dtype)
-        if not tensor.is_contiguous():
+        apart = blocks_apart and call.paged and name != "query" and tensor.dim() == 4 and tensor.size(0) > 0
+        if not (tensor[0] if apart else tensor).is_contiguous():
             refuse(call.op, "choice-contiguous", name, f"strides {tensor.stride()} of {tuple(tensor.shape)}")
         if name != "query" and (tensor.dim() != rank or tensor.size(-2) != 1 or tensor.numel() == 0):
             refuse(call.op, "choice-rank", name, f"shape {tuple(tensor.shape)} in {call.layout_kv}")

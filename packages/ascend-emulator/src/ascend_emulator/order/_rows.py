@@ -195,6 +195,8 @@ REFINED: dict[str, Refine] = {
     "atb::_npu_flash_attention_qlens": _paged(_KEY_VALUE, "block_table", "context_lens"),
     "atb::npu_multi_head_latent_attention": _paged(("ctkv", "k_rope"), "block_tables", "context_lens"),
     "npu::npu_lightning_indexer": _paged(("key",), "block_table", "actual_seq_lengths_key"),
+    "npu::npu_quant_lightning_indexer": _paged(("key", "key_dequant_scale"), "block_table", "actual_seq_lengths_key"),
+    "npu::npu_kv_quant_sparse_flash_attention": _paged(("key",), "block_table", "actual_seq_lengths_kv"),
     "npu::npu_sparse_flash_attention": _paged(("key", "value", "key_rope"), "block_table", "actual_seq_lengths_kv"),
     "npu::npu_fused_infer_attention_score": _fused_attention("actual_seq_lengths_kv"),
     "npu::npu_fused_infer_attention_score_v2": _fused_attention("actual_seq_kvlen"),

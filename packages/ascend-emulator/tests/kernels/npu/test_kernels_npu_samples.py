@@ -66,6 +66,7 @@ SFA: dict[str, Any] = {
     "query_rope": r(2, 3, 4, 64), "key_rope": r(4, 16, 1, 64), "block_table": TABLE, "layout_kv": "PA_BSND",
     "attention_mode": 2, "actual_seq_lengths_kv": i32(20, 7),
 }  # fmt: skip
+QROWS = torch.cat([b8(4, 16, 1, 512), torch.zeros(4, 16, 1, 144, dtype=torch.int8)], -1)
 ROUTED = torch.arange(6, dtype=I32).view(2, 3).T.contiguous()
 SLOTS = i32(5, 0, 40)
 
@@ -230,6 +231,14 @@ SAMPLES: dict[str, Callable[[], Call]] = {
     "npu::npu_lightning_indexer": lambda: (
         [r(2, 3, 4, 128), r(4, 16, 1, 128), r(2, 3, 4)],
         {"block_table": TABLE, "layout_key": "PA_BSND", "actual_seq_lengths_key": i32(20, 7), "sparse_count": 4},
+    ),
+    "npu::npu_quant_lightning_indexer": lambda: (
+        [b8(2, 3, 8, 128), b8(4, 16, 1, 128), r(2, 3, 8), r(2, 3, 8), r(4, 16, 1), 0, 0],
+        {"block_table": TABLE, "layout_key": "PA_BSND", "actual_seq_lengths_key": i32(20, 7), "sparse_count": 4},
+    ),
+    "npu::npu_kv_quant_sparse_flash_attention": lambda: (
+        [r(2, 3, 4, 576), QROWS, QROWS, torch.zeros(2, 3, 1, 2, dtype=I32), 0.1, 2, 2],
+        {"block_table": TABLE, "layout_kv": "PA_BSND", "actual_seq_lengths_kv": i32(20, 7), "attention_mode": 2},
     ),
     "npu::npu_sparse_flash_attention": lambda: (
         [r(2, 3, 4, 512), r(4, 16, 1, 512), r(4, 16, 1, 512), torch.zeros(2, 3, 1, 2, dtype=I32), 0.1], SFA,
