@@ -29,6 +29,7 @@ from . import (
     grouped_swiglu,
     kv_norm_rope,
     lightning_indexer,
+    lora,
     mla_prolog,
     moe_combine,
     moe_combine_norm,
@@ -57,6 +58,8 @@ from . import (
     top_k_top_p,
     transfer,
     transfer_state,
+    vllm_drafts,
+    vllm_norms,
     weight_quant_matmul,
 )
 from .errors import DeviceFault, KernelError, KernelNotCovered, OpRefused, Rule
@@ -72,6 +75,7 @@ _MODULES: tuple[Any, ...] = (
     *(top_k_top_p, prefetch),
     *(moe_gating, atb_gating, moe_routing, moe_finalize, moe_dispatch, moe_combine, moe_combine_norm),
     *(gated_delta, chunk_delta, causal_conv),
+    *(lora, vllm_norms, vllm_drafts),
 )
 REGISTRY: dict[str, Callable[..., Any]] = {
     name: kernel for module in _MODULES for name, kernel in module.KERNELS.items()

@@ -11,26 +11,8 @@ import torch
 import torch_npu
 from ascend_emulator import OperatorNotEmulatedError
 from ascend_emulator.kernels import REGISTRY, UNDECLARED_WRITES
+from emulator_engine_samples import ENGINE_SAMPLES, I32, B, Call, F, H, b8, i32, r
 
-Call = tuple[list[Any], dict[str, Any]]
-H = torch.float16
-I32 = torch.int32
-
-
-def r(*shape: int, dtype: torch.dtype = H, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def b8(*shape: int) -> torch.Tensor:
-    return torch.randint(-128, 128, shape, generator=torch.Generator().manual_seed(1)).to(torch.int8)
-
-
-def i32(*numbers: Any) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=I32)
-
-
-F = torch.float32
-B = torch.bfloat16
 CACHE = (4, 16, 2, 32)
 DELTA = [r(3, 2, 16, dtype=B), r(3, 2, 16, dtype=B, seed=1), r(3, 4, 8, dtype=B), r(5, 4, 8, 16, dtype=B)]
 GATES = {
@@ -244,6 +226,7 @@ SAMPLES: dict[str, Callable[[], Call]] = {
         [r(2, 3, 4, 512), r(4, 16, 1, 512), r(4, 16, 1, 512), torch.zeros(2, 3, 1, 2, dtype=I32), 0.1], SFA,
     ),
 }  # fmt: skip
+SAMPLES |= ENGINE_SAMPLES
 ELSEWHERE = ("fused_infer_attention_score", "transfer_", "moe_distribute")
 
 

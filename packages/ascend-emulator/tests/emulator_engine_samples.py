@@ -1,0 +1,55 @@
+"""One call of every op that an engine's own library brings, and how samples are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Call = tuple[list[Any], dict[str, Any]]
+H = torch.float16
+I32 = torch.int32
+
+
+def r(*shape: int, dtype: torch.dtype = H, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def b8(*shape: int) -> torch.Tensor:
+    return torch.randint(-128, 128, shape, generator=torch.Generator().manual_seed(1)).to(torch.int8)
+
+
+def i32(*numbers: Any) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=I32)
+
+
+F = torch.float32
+B = torch.bfloat16
+
+ENGINE_SAMPLES: dict[str, Callable[[], Call]] = {
+    "_C_ascend::bgmv_shrink": lambda: ([r(2, 20), r(3, 8, 20), torch.tensor([2, 0]), torch.zeros(2, 8), 0.5], {}),
+    "_C_ascend::bgmv_expand": lambda: ([r(2, 8, dtype=F), r(3, 10, 8), torch.tensor([2, 0]), r(2, 12), 2, 10], {}),
+    "_C_ascend::sgmv_shrink": lambda: (
+        [r(3, 20), r(3, 8, 20), torch.tensor([2, 0]), torch.tensor([2, 1]), torch.zeros(3, 8), 0.5], {},
+    ),
+    "_C_ascend::sgmv_expand": lambda: (
+        [r(3, 8, dtype=F), r(3, 10, 8), torch.tensor([2, 0]), torch.tensor([2, 1]), r(3, 12), 2, 10], {},
+    ),
+    "npu::sgemmv_shrink": lambda: (
+        [r(2, 20), r(3, 16, 20), i32(2, 0), i32(1, 1), i32(8, 16, 16), r(3), torch.zeros(2, 16)], {},
+    ),
+    "npu::sgemmv_expand": lambda: (
+        [r(2, 32, dtype=F), r(3, 10, 16), i32(2, 0), i32(1, 1), i32(8, 16, 16), i32(0, 4, 10), r(2, 10)], {},
+    ),
+    "_C_ascend::npu_add_rms_norm_bias": lambda: ([r(2, 3, 4), r(2, 3, 4, seed=1), r(4), r(4, seed=2)], {}),
+    "_C_ascend::npu_gemma_rms_norm": lambda: ([r(2, 3, 4), r(3, 4)], {}),
+    "_C_ascend::npu_rms_norm_dynamic_quant": lambda: ([r(2, 3, 8), r(8)], {"smooth_scale": r(8, seed=1)}),
+    "_C_ascend::npu_copy_and_expand_eagle_inputs": lambda: (
+        [i32(1, 2, 3, 4), i32(0, 1, 5, 6), i32(8, 9), i32(0, 2, 4), i32(1, 2), 0, 7, 2, False, 8], {},
+    ),
+    "_C_ascend::npu_ngram_spec_decode": lambda: (
+        [i32([1, 2, 1, 0, 0], [3, 3, 0, 0, 0]), i32(3, 2), i32([2], [-1]), i32(0, 0), 9, 1, 2, 2], {},
+    ),
+    "_C_ascend::get_masked_input_and_mask": lambda: ([i32([1, 5], [20, 9]), 4, 8, 2, 20, 24], {}),
+}  # fmt: skip
