@@ -27,6 +27,24 @@ def i32(*numbers: Any) -> torch.Tensor:
 F = torch.float32
 B = torch.bfloat16
 
+
+def caches(block: int, heads: int, latent: int, rope: int = 64) -> list[torch.Tensor]:
+    """Latents and rotary keys of two pages."""
+    return [torch.zeros(2, block, heads, width, dtype=B) for width in (latent, rope)]
+
+
+def scales(columns: int) -> list[torch.Tensor]:
+    """Scale, offset and bias of a product of int8."""
+    return [torch.full((1,), 0.1, dtype=B), torch.ones(1, dtype=torch.int8), b8(columns).to(I32)]
+
+
+def outs(tokens: int, heads: int, latent: int, rope: int = 64) -> dict[str, torch.Tensor]:
+    """Outputs of mla_preprocess, in order."""
+    query = {n: torch.zeros(tokens, heads, w, dtype=B) for n, w in (("q_out0", latent), ("q_out1", rope))}
+    kept = dict(zip(("kv_cache_out0", "kv_cache_out1"), caches(16, 1, latent, rope), strict=True))
+    return {name: (query | kept)[name] for name in ("q_out0", "kv_cache_out0", "q_out1", "kv_cache_out1")}
+
+
 ENGINE_SAMPLES: dict[str, Callable[[], Call]] = {
     "_C_ascend::bgmv_shrink": lambda: ([r(2, 20), r(3, 8, 20), torch.tensor([2, 0]), torch.zeros(2, 8), 0.5], {}),
     "_C_ascend::bgmv_expand": lambda: ([r(2, 8, dtype=F), r(3, 10, 8), torch.tensor([2, 0]), r(2, 12), 2, 10], {}),
@@ -52,4 +70,16 @@ ENGINE_SAMPLES: dict[str, Callable[[], Call]] = {
         [i32([1, 2, 1, 0, 0], [3, 3, 0, 0, 0]), i32(3, 2), i32([2], [-1]), i32(0, 0), 9, 1, 2, 2], {},
     ),
     "_C_ascend::get_masked_input_and_mask": lambda: ([i32([1, 5], [20, 9]), 4, 8, 2, 20, 24], {}),
+    "npu::mla_preprocess": lambda: (
+        [r(2, 2048, dtype=B), r(1), r(1), b8(1, 64, 2112, 32), r(2112, dtype=F).abs(), r(1536, dtype=B),
+         r(1536, dtype=B), b8(1, 48, 192, 32), r(192, dtype=F).abs(), r(512, dtype=B), r(2, 64, dtype=B),
+         r(2, 64, dtype=B), r(1, 128, 512, dtype=B), *caches(128, 1, 512), i32(3, 0), *scales(2112), *scales(192)],
+        {"cache_mode": "krope_ctkv", "quant_mode": "per_tensor_quant_asymm", **outs(2, 1, 512)},
+    ),
+    "_C_ascend::mla_preprocess": lambda: (
+        [r(2, 2048, dtype=B), b8(1, 64, 144, 32), r(144, dtype=F).abs(), r(64, dtype=B), r(64, dtype=B),
+         b8(1, 2, 48, 32), r(48, dtype=F).abs(), r(64, dtype=B), r(2, 16, dtype=B), r(2, 16, dtype=B),
+         r(1, 32, 64, dtype=B), *caches(16, 1, 64, 16), i32(3, 0), *scales(144), *scales(48), None, None, None,
+         "per_tensor_quant_asymm", True, *outs(2, 1, 64, 16).values(), torch.zeros(2, 64, dtype=B)], {},
+    ),
 }  # fmt: skip

@@ -30,6 +30,7 @@ from . import (
     kv_norm_rope,
     lightning_indexer,
     lora,
+    mla_preprocess,
     mla_prolog,
     moe_combine,
     moe_combine_norm,
@@ -75,7 +76,7 @@ _MODULES: tuple[Any, ...] = (
     *(top_k_top_p, prefetch),
     *(moe_gating, atb_gating, moe_routing, moe_finalize, moe_dispatch, moe_combine, moe_combine_norm),
     *(gated_delta, chunk_delta, causal_conv),
-    *(lora, vllm_norms, vllm_drafts),
+    *(lora, mla_preprocess, vllm_norms, vllm_drafts),
 )
 REGISTRY: dict[str, Callable[..., Any]] = {
     name: kernel for module in _MODULES for name, kernel in module.KERNELS.items()
