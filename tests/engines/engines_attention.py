@@ -37,29 +37,41 @@ class World:
         lengths: Tokens whose K and V are stored already, a request.
         dtype: Of the model and its cache.
         step: Draft step of the backend.
+        dims: Width of K.
+        value_dims: Width of V.
+        cap: Of the scores (`cap * tanh(score / cap)`); 0 for none.
     """
 
-    def __init__(self, lengths: list[int], *, dtype: torch.dtype = torch.bfloat16, step: int = 0) -> None:
-        self.lengths, self.dtype = lengths, dtype
+    def __init__(
+        self,
+        lengths: list[int],
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        step: int = 0,
+        dims: int = DIMS,
+        value_dims: int = DIMS,
+        cap: float = 0.0,
+    ) -> None:
+        self.lengths, self.dtype, self.dims, self.value_dims = lengths, dtype, dims, value_dims
         self.generator = torch.Generator().manual_seed(5)
-        self.layer = RadixAttention(Q_HEADS, DIMS, DIMS**-0.5, KV_HEADS, 0)
+        self.layer = RadixAttention(Q_HEADS, dims, dims**-0.5, KV_HEADS, 0, logit_cap=cap, v_head_dim=value_dims)
         self.pool: Any = NPUMHATokenToKVPool(
-            size=(PAGES - 1) * PAGE, page_size=PAGE, dtype=self.dtype, head_num=KV_HEADS, head_dim=DIMS, layer_num=1,
-            device="npu", enable_memory_saver=False, start_layer=0, end_layer=0,
+            size=(PAGES - 1) * PAGE, page_size=PAGE, dtype=self.dtype, head_num=KV_HEADS, head_dim=dims,
+            v_head_dim=value_dims, layer_num=1, device="npu", enable_memory_saver=False, start_layer=0, end_layer=0,
         )  # fmt: skip
         self.table: Any = ReqToTokenPool(len(lengths), CONTEXT, "npu", False)
         order = (torch.randperm(PAGES - 1, generator=self.generator) + 1).tolist()
         per = -(-max([*lengths, 1]) // PAGE) + 1
         assert per * len(lengths) < PAGES
         self.pages = [order[row * per : (row + 1) * per] for row in range(len(lengths))]
-        self.key = torch.zeros(PAGES, PAGE, KV_HEADS, DIMS, dtype=self.dtype)  # our side of the cache
-        self.value = torch.zeros_like(self.key)
+        self.key = torch.zeros(PAGES, PAGE, KV_HEADS, dims, dtype=self.dtype)  # our side of the cache
+        self.value = torch.zeros(PAGES, PAGE, KV_HEADS, value_dims, dtype=self.dtype)
         for row, pages in enumerate(self.pages):
             slots = torch.from_numpy(slots_for(pages, 0, per * PAGE, PAGE))
             self.table.req_to_token[row + 1, : per * PAGE] = slots.to(torch.int32).to(NPU)
         for row, length in enumerate(lengths):
             if length:
-                self.store(self.slots(row, 0, length), *self.rows(length, KV_HEADS, count=2))
+                self.store(self.slots(row, 0, length), *self.pair(length))
         self.backend = self._backend(step)
 
     def _backend(self, step: int) -> Any:
@@ -81,8 +93,13 @@ class World:
         return torch.from_numpy(slots_for(self.pages[row], start, stop, PAGE))
 
     def rows(self, tokens: int, heads: int, *, count: int = 1) -> list[torch.Tensor]:
-        """Random rows. Shape of each: [tokens, heads, DIMS]; on the CPU."""
-        return [torch.randn(tokens, heads, DIMS, generator=self.generator).to(self.dtype) for _ in range(count)]
+        """Random rows. Shape of each: [tokens, heads, dims]; on the CPU."""
+        return [torch.randn(tokens, heads, self.dims, generator=self.generator).to(self.dtype) for _ in range(count)]
+
+    def pair(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random K and V. Shapes: [tokens, KV_HEADS, dims] and [tokens, KV_HEADS, value_dims]; on the CPU."""
+        value = torch.randn(tokens, KV_HEADS, self.value_dims, generator=self.generator).to(self.dtype)
+        return self.rows(tokens, KV_HEADS)[0], value
 
     def store(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write K and V on both sides."""
@@ -91,8 +108,8 @@ class World:
 
     def mirror(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write K and V on our side alone."""
-        self.key.view(-1, KV_HEADS, DIMS)[slots] = key
-        self.value.view(-1, KV_HEADS, DIMS)[slots] = value
+        self.key.view(-1, KV_HEADS, self.dims)[slots] = key
+        self.value.view(-1, KV_HEADS, self.value_dims)[slots] = value
 
     def batch(self, mode: ForwardMode, news: list[int], **more: Any) -> ForwardBatch:
         """A batch in which request i brings `news[i]` tokens of its own; lengths count them but in a verify step."""
@@ -114,13 +131,13 @@ class World:
         )  # fmt: skip
 
     def expected(self, query: torch.Tensor, news: list[int]) -> torch.Tensor:
-        """Ours, request by request. Query and result: [tokens, Q_HEADS, DIMS]; on the CPU."""
+        """Ours, request by request. Shapes: [tokens, Q_HEADS, dims] and [tokens, Q_HEADS, value_dims]; on the CPU."""
         outputs = []
         for row, piece in enumerate(torch.split(query, news)):
             metadata = build_paged_metadata(
                 [self.pages[row]], [news[row]], [self.lengths[row] + news[row]], page_size=PAGE
             )
             outputs.append(
-                paged_attention(piece[None], self.key, self.value, metadata, scale=DIMS**-0.5, page_size=PAGE)[0]
+                paged_attention(piece[None], self.key, self.value, metadata, scale=self.dims**-0.5, page_size=PAGE)[0]
             )
         return torch.cat(outputs)

@@ -1,53 +1,35 @@
-"""AscendAttnBackend over NPUMLATokenToKVPool against a plain loop: latent decode, ND and NZ, FIA and atb.
+"""AscendAttnBackend over NPUMLATokenToKVPool against a float64 loop: latent decode and verify, ND and NZ, FIA and atb.
 
-The latent is key and value at once, the rope part key only. We have no attention of this kind to compare with.
+We have no attention of this kind to compare with. Prefill is in `test_engines_mla_prefill.py`, graphs are in
+`test_engines_mla_graphs.py`.
 """
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from kv_pool import slots_for
-from sglang.srt.configs.model_config import AttentionArch
+from ascend_emulator.kernels import OpRefused
+from engines_attention import verify_input
+from engines_latent import LATENT, NPU, PAGE, ROPE, LatentWorld
 from sglang.srt.hardware_backend.npu.attention import ascend_backend
-from sglang.srt.hardware_backend.npu.memory_pool_npu import NPUMLATokenToKVPool
-from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-NPU, PAGE, LATENT, ROPE, PAGES, CONTEXT = "npu:0", 128, 512, 64, 12, 1024
 LENGTHS = [1, PAGE, 2 * PAGE + 3]
-SCALE = (LATENT + ROPE) ** -0.5
+WIDTH = 4
+BOUND = 1.5e-2
 
 
 @pytest.fixture(autouse=True)
-def no_speculation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ascend_backend, "get_spec", lambda: SimpleNamespace(speculative_num_draft_tokens=None))
+def speculation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the engine's published configuration says of speculation."""
+    monkeypatch.setattr(ascend_backend, "get_spec", lambda: SimpleNamespace(speculative_num_draft_tokens=WIDTH))
     ascend_backend.is_fia_nz.cache_clear()  # it reads its switch once in a process; the pool reads it again and again
 
 
-def make_backend(heads: int, table: Any, pool: Any) -> Any:
-    config = SimpleNamespace(
-        dtype=torch.bfloat16, attention_arch=AttentionArch.MLA, context_len=CONTEXT, num_attention_heads=heads,
-        kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, qk_nope_head_dim=128,
-        hf_config=SimpleNamespace(architectures=["DeepseekV3ForCausalLM"]),
-    )  # fmt: skip
-    runner = SimpleNamespace(
-        device="npu", is_draft_worker=False, page_size=PAGE, model_config=config, kv_cache_dtype=torch.bfloat16,
-        req_to_token_pool=table, token_to_kv_pool=pool, token_to_kv_pool_allocator=None, use_mla_backend=True,
-        dtype=torch.bfloat16, is_hybrid_swa=False, server_args=SimpleNamespace(dllm_algorithm=None),
-        spec_algorithm=SimpleNamespace(is_dspark=lambda: False),
-    )  # fmt: skip
-    return ascend_backend.AscendAttnBackend(runner)
-
-
-def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """One request and token. Shapes: query [heads, width], keys [tokens, width], values [tokens, LATENT]."""
-    weights = torch.softmax(query.float() @ keys.float().T * SCALE, dim=-1)
-    return weights @ values.float()
+def compare(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found.cpu().view(expected.shape).double(), expected, atol=BOUND, rtol=BOUND)
 
 
 @pytest.mark.parametrize(
@@ -58,40 +40,73 @@ def test_decode(monkeypatch: pytest.MonkeyPatch, fia: str, nz: str, heads: int) 
     """FIA from 8 heads on (24 are padded to 32), ND and NZ; atb's operator below 8 heads and without FIA."""
     monkeypatch.setenv("ASCEND_USE_FIA", fia)
     monkeypatch.setenv("SGLANG_USE_FIA_NZ", nz)
-    pool: Any = NPUMLATokenToKVPool(
-        size=(PAGES - 1) * PAGE, page_size=PAGE, dtype=torch.bfloat16, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE,
-        layer_num=1, device="npu", enable_memory_saver=False, start_layer=0, end_layer=0,
-    )  # fmt: skip
-    table: Any = ReqToTokenPool(len(LENGTHS), CONTEXT, "npu", False)
-    layer = RadixAttention(heads, LATENT + ROPE, SCALE, 1, 0, v_head_dim=LATENT)
-    draw = torch.Generator().manual_seed(heads)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=draw).to(torch.bfloat16)
-
-    pages = (torch.randperm(PAGES - 1, generator=draw) + 1).view(-1)[:9].view(3, 3).tolist()
-    latents, ropes, new_slots = [], [], []
-    for row, length in enumerate(LENGTHS):
-        slots = torch.from_numpy(slots_for(pages[row], 0, length + 1, PAGE))
-        table.req_to_token[row + 1, : length + 1] = slots.to(torch.int32).to(NPU)
-        latents.append(random(length + 1, 1, LATENT))
-        ropes.append(random(length + 1, 1, ROPE))
-        pool.set_kv_buffer(layer, slots[:-1].to(NPU), latents[-1][:-1].to(NPU), ropes[-1][:-1].to(NPU))
-        new_slots.append(int(slots[-1]))
-    lens = torch.tensor(LENGTHS) + 1
-    batch = ForwardBatch(
-        forward_mode=ForwardMode.DECODE, batch_size=3, input_ids=torch.zeros(3, dtype=torch.int64, device=NPU),
-        req_pool_indices=torch.arange(1, 4, device=NPU), seq_lens=lens.to(NPU), seq_lens_cpu=lens,
-        out_cache_loc=torch.tensor(new_slots, device=NPU), seq_lens_sum=int(lens.sum()), extend_seq_lens_cpu=[1] * 3,
-    )  # fmt: skip
-    query, query_rope = random(3, heads, LATENT), random(3, heads, ROPE)
-    backend = make_backend(heads, table, pool)
-    backend.init_forward_metadata(batch)
-    last = [torch.stack([part[-1] for part in parts]).to(NPU) for parts in (latents, ropes)]
-    found = backend.forward_decode(
-        query.to(NPU), last[0], last[0], layer, batch, q_rope=query_rope.to(NPU), k_rope=last[1]
+    world, news = LatentWorld(LENGTHS, heads), [1] * 3
+    batch = world.batch(ForwardMode.DECODE, news)
+    query, query_rope = world.random(3, heads, LATENT), world.random(3, heads, ROPE)
+    latent, rope = (part.to(NPU) for part in world.fresh(news))
+    world.backend.init_forward_metadata(batch)
+    found = world.backend.forward_decode(
+        query.to(NPU), latent, latent, world.layer, batch, q_rope=query_rope.to(NPU), k_rope=rope
     )
-    for row in range(3):
-        keys = torch.cat([latents[row], ropes[row]], dim=-1)[:, 0]
-        expected = attend(torch.cat([query[row], query_rope[row]], dim=-1), keys, latents[row][:, 0])
-        torch.testing.assert_close(found[row].cpu().view(heads, LATENT).float(), expected, atol=1.5e-2, rtol=1.5e-2)
+    compare(found, world.expected(query, query_rope, news))
+
+
+@pytest.mark.parametrize(("nz", "heads"), [("0", 16), ("0", 24), ("1", 16), ("1", 24), ("0", 128)])
+def test_verify(monkeypatch: pytest.MonkeyPatch, nz: str, heads: int) -> None:
+    """WIDTH draft tokens a request over their prefixes; 24 heads are padded to 32."""
+    monkeypatch.setenv("ASCEND_USE_FIA", "1")
+    monkeypatch.setenv("SGLANG_USE_FIA_NZ", nz)
+    world, news = LatentWorld(LENGTHS, heads), [WIDTH] * 3
+    batch = world.batch(ForwardMode.TARGET_VERIFY, news, spec_info=verify_input(WIDTH))
+    query, query_rope = world.random(3 * WIDTH, heads, LATENT), world.random(3 * WIDTH, heads, ROPE)
+    latent, rope = (part.to(NPU) for part in world.fresh(news))
+    world.backend.init_forward_metadata(batch)
+    found = world.backend.forward_extend(
+        query.to(NPU), latent, latent, world.layer, batch, q_rope=query_rope.to(NPU), k_rope=rope
+    )
+    compare(found, world.expected(query, query_rope, news))
+
+
+@pytest.mark.parametrize("padding", [WIDTH, 3 * WIDTH])
+def test_requests_that_pad_a_verify_step_are_zero(monkeypatch: pytest.MonkeyPatch, padding: int) -> None:
+    """Data-parallel ranks pad their batch by whole requests; the backend cuts them off and puts zeros back."""
+    monkeypatch.setenv("ASCEND_USE_FIA", "1")
+    world, news, heads = LatentWorld(LENGTHS, 16), [WIDTH] * 3, 16
+    batch = world.batch(ForwardMode.TARGET_VERIFY, news, spec_info=verify_input(WIDTH))
+    batch.out_cache_loc = torch.cat([batch.out_cache_loc, batch.out_cache_loc.new_zeros(padding)])
+    query, query_rope = (world.random(3 * WIDTH + padding, heads, width) for width in (LATENT, ROPE))
+    latent, rope = (torch.cat([part, part[:padding]]).to(NPU) for part in world.fresh(news))
+    world.backend.init_forward_metadata(batch)
+    found = world.backend.forward_extend(
+        query.to(NPU), latent, latent, world.layer, batch, q_rope=query_rope.to(NPU), k_rope=rope
+    ).cpu()
+    compare(found[:-padding], world.expected(query[:-padding], query_rope[:-padding], news))
+    assert not found[-padding:].any()
+
+
+def draft_extend(news: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A draft-extend step after a verify: (what the backend returned, what the formula gives); float64."""
+    world, heads, count = LatentWorld([2, 40], 16), 16, sum(news)
+    batch = world.batch(ForwardMode.DRAFT_EXTEND_V2, news, _original_batch_size=2)
+    query, query_rope = world.random(count, heads, LATENT), world.random(count, heads, ROPE)
+    latent, rope = (part.to(NPU) for part in world.fresh(news))
+    world.backend.init_forward_metadata(batch)
+    found = world.backend.forward_extend(
+        query.to(NPU), latent, latent, world.layer, batch, q_rope=query_rope.to(NPU), k_rope=rope
+    )
+    return found.cpu().view(query.shape).double(), world.expected(query, query_rope, news)
+
+
+def test_draft_extend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASCEND_USE_FIA", "1")
+    compare(*draft_extend([WIDTH, WIDTH]))
+
+
+def test_a_draft_window_of_another_width_is_cut_at_the_wrong_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A-14: latent attention splits a draft-extend step every WIDTH rows, whatever each request brings."""
+    monkeypatch.setenv("ASCEND_USE_FIA", "1")
+    with pytest.raises(OpRefused, match="2 lengths for 3 requests"):
+        draft_extend([WIDTH + 2, WIDTH + 2])
+    found, expected = draft_extend([WIDTH - 1, WIDTH + 1])
+    wrong = ((found - expected).abs() > 0.1).flatten(1).any(dim=1)
+    assert wrong.tolist() == [True] * WIDTH + [False] * WIDTH

@@ -162,6 +162,10 @@ class Data:
             options["atten_mask"] = (mask if case.mask_form == "2D" else mask.unsqueeze(-3)).contiguous()
         elif case.mode in (2, 3, 4):
             options["atten_mask"] = TRIANGLE
+        if case.seed % 2:  # the query is a part of a wider one, as in models that split it
+            tensors[0] = torch.cat([tensors[0]] * 2, dim=-1)[..., : tensors[0].shape[-1]]
+            if case.rope:
+                options["query_rope"] = torch.cat([rope[0]] * 2, dim=-1)[..., : rope[0].shape[-1]]
         if case.version == V1:
             options = {V1_NAMES.get(name, name): value for name, value in options.items()}
         return tensors, options

@@ -47,7 +47,7 @@ def _check_key_value(call: FiaCall) -> None:
             refuse(
                 call.op, "value-rank", name, f"shape {tuple(tensor.shape)} beside a query of rank {call.query.dim()}"
             )
-    for name, some in (("query", call.query), ("key", call.key), ("value", call.value), ("atten_mask", call.mask)):
+    for name, some in (("key", call.key), ("value", call.value), ("atten_mask", call.mask)):
         if some is not None and not some.is_contiguous():
             refuse(call.op, "contiguous", name, f"shape {tuple(some.shape)} with strides {some.stride()}")
 

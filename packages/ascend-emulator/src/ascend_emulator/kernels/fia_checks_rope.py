@@ -23,7 +23,7 @@ def _check_pair(call: FiaCall, geometry: Geometry, query_rope: torch.Tensor, key
     for name, rope, part, heads in pairs:
         if rope.dtype != part.dtype:
             refuse(call.op, "rope-dtype", name, f"{rope.dtype} beside {part.dtype}")
-        if not rope.is_contiguous():
+        if name == "key_rope" and not rope.is_contiguous():
             refuse(call.op, "contiguous", name, f"shape {tuple(rope.shape)} with strides {rope.stride()}")
         if part.dim() == 5:  # NZ
             wanted = (*part.shape[:2], ROPE_DIM // part.size(4), *part.shape[3:])

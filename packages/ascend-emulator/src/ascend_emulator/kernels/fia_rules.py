@@ -32,7 +32,7 @@ declare(
     {
         "query-dtype": ("float16, bfloat16 (int8 in the quantised forms)", "cast the query to float16 or bfloat16"),
         "kv-dtype": ("key and value of the query's dtype (int8, int4 in the quantised forms)", "cast key and value"),
-        "contiguous": ("contiguous tensors", "call .contiguous() on it"),
+        "contiguous": ("contiguous key, value, key_rope and atten_mask", "call .contiguous() on it"),
         "head-axis": ("an N axis equal to the number of heads passed", "pass the number of heads of the tensor"),
         "width": ("H a multiple of the number of heads", "pass the right number of heads"),
         "heads-multiple": ("query heads a multiple of key/value heads", "pass matching numbers of heads"),
@@ -240,6 +240,13 @@ note(
     "FIA documents",
     "equal lengths are taken: the first chunk of every prompt has them. Rows without key/value are taken: padded "
     "rows have them (`tnd-longer` refuses the rest)",
+)
+note(
+    FIA,
+    "contiguous query and query_rope",
+    "FIA documents",
+    "strided ones are taken: the operator's definition has every input made contiguous (AutoContiguous in "
+    "fused_infer_attention_score_def.cpp of CANN's ops-transformer), and engines pass the parts of a split query",
 )
 note(
     FIA,
