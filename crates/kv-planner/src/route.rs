@@ -56,7 +56,6 @@ pub struct Route {
     destination: Arc<RankManifest>,
     pairs: Arc<[RoutePair]>,
     lanes: Arc<Lanes>,
-    totals: Totals,
     /// Items that a page is taken for: 1, or its tokens.
     per_page: u64,
 }
@@ -70,6 +69,7 @@ pub(crate) struct Lanes {
     pub(crate) destinations: Vec<u64>,
     /// Steps of neighbouring pairs that share them, and how many do.
     pub(crate) groups: Vec<(Steps, usize)>,
+    totals: Totals,
 }
 
 /// What the addresses of a lane have in common with those of others: all but the base.
@@ -200,7 +200,8 @@ impl Route {
         if pairs.iter().any(|pair| Some(pair.item_kind) != totals.item_kind) {
             totals.item_kind = None;
         }
-        Ok(Route { source, destination, pairs, lanes: Arc::new(lanes), totals, per_page })
+        lanes.totals = totals;
+        Ok(Route { source, destination, pairs, lanes: Arc::new(lanes), per_page })
     }
 
     pub(crate) fn lanes(&self) -> &Lanes {
@@ -223,7 +224,7 @@ impl Route {
     }
 
     pub(crate) fn totals(&self) -> &Totals {
-        &self.totals
+        &self.lanes.totals
     }
 
     /// Items of an entry, as this route counts them.
@@ -233,7 +234,7 @@ impl Route {
 
     /// Bytes of one item over all pairs.
     pub fn item_bytes(&self) -> u64 {
-        self.totals.bytes
+        self.lanes.totals.bytes
     }
 
     /// The same bytes with token slots for items: slot `page * page_size + offset`.

@@ -37,23 +37,22 @@ impl Runs {
         Runs::of_kind(source, destination, ItemKind::Page)
     }
 
-    /// Joins pairs of items of any kind to runs.
+    /// Joins pairs of items of any kind to runs. Inlined, so that a caller's target features reach its loops.
+    #[inline(always)]
     pub fn of_kind(source: &[i64], destination: &[i64], item_kind: ItemKind) -> Result<Runs> {
         if source.len() != destination.len() {
-            return Err(PlanError::new(
-                ErrorKind::UnequalPages,
-                "source_pages and destination_pages",
-                source.len(),
-                destination.len(),
-                "the surplus would be dropped or sent to pages of another request",
-                "give equally many; trim both to the same number of tokens",
-            ));
+            return Err(unequal(source.len(), destination.len()));
         }
         if let (Some(from), Some(to)) = (consecutive(source), consecutive(destination)) {
             let run = Run { source: from, destination: to, count: source.len() as u64 };
             let last_items = Some((from + run.count - 1, to + run.count - 1));
             return Ok(Runs { item_kind, runs: Arc::new([run]), page_count: run.count, last_items, context: None });
         }
+        Runs::apart(source, destination, item_kind)
+    }
+
+    /// The same for pairs that are more than one run.
+    fn apart(source: &[i64], destination: &[i64], item_kind: ItemKind) -> Result<Runs> {
         let mut runs: Vec<Run> = Vec::with_capacity(source.len());
         let mut ascending = true;
         for (position, (from, to)) in source.iter().zip(destination).enumerate() {
@@ -140,7 +139,19 @@ impl Runs {
     }
 }
 
+fn unequal(source: usize, destination: usize) -> PlanError {
+    PlanError::new(
+        ErrorKind::UnequalPages,
+        "source_pages and destination_pages",
+        source,
+        destination,
+        "the surplus would be dropped or sent to pages of another request",
+        "give equally many; trim both to the same number of tokens",
+    )
+}
+
 /// The first item of a list of consecutive usable ones.
+#[inline(always)]
 fn consecutive(items: &[i64]) -> Option<u64> {
     let first = *items.first().filter(|item| **item > 0)?;
     first.checked_add(items.len() as i64 - 1)?;

@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 use crate::agree::{PyRoute, slice_of};
 use crate::arrays::{array, count, over_two};
 use crate::errors::{OrRaise, guarded};
+use crate::views;
 
 type Columns<'py> = (Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>);
 
@@ -40,7 +41,7 @@ impl PyRuns {
     ) -> PyResult<Self> {
         let kind = ItemKind::parse(item_kind).or_raise()?;
         let (source, destination) = (("source_pages", source_pages), ("destination_pages", destination_pages));
-        Ok(PyRuns(over_two(py, source, destination, |source, destination| Runs::of_kind(source, destination, kind))?))
+        Ok(PyRuns(over_two(py, source, destination, |source, destination| views::runs(source, destination, kind))?))
     }
 
     #[getter]

@@ -1,7 +1,9 @@
-//! Owns the unsafe code of the package: reading an array where it lies, and showing
-//! memory of ours as one. It does not own what is read or shown.
+//! Owns the unsafe code of the package: reading an array where it lies, showing memory
+//! of ours as one, and calling a loop that is compiled for wide registers. It does not
+//! own what is read, shown or called.
 #![allow(unsafe_code)]
 
+use kv_planner::{ItemKind, Runs};
 use numpy::ndarray::ArrayView1;
 use numpy::npyffi::NPY_ARRAY_WRITEABLE;
 use numpy::npyffi::objects::_PyArray_GET_ITEM_DATA;
@@ -36,4 +38,20 @@ pub fn shown(owner: Bound<'_, Owner>) -> Bound<'_, PyArray1<u64>> {
     // SAFETY: the array holds a reference to the owner, whose column nobody changes while
     // it lives (the class is frozen and the field private), so the data outlive the array.
     unsafe { PyArray1::borrow_from_array(&ArrayView1::from(&*column), owner.into_any()) }
+}
+
+/// `Runs::of_kind`, compiled for registers of 256 bits where the processor has them.
+pub fn runs(source: &[i64], destination: &[i64], kind: ItemKind) -> kv_planner::Result<Runs> {
+    #[cfg(target_arch = "x86_64")]
+    {
+        #[target_feature(enable = "avx2")]
+        fn wide(source: &[i64], destination: &[i64], kind: ItemKind) -> kv_planner::Result<Runs> {
+            Runs::of_kind(source, destination, kind)
+        }
+        if is_x86_feature_detected!("avx2") {
+            // SAFETY: the processor has AVX2, which is all that the function asks for.
+            return unsafe { wide(source, destination, kind) };
+        }
+    }
+    Runs::of_kind(source, destination, kind)
 }
