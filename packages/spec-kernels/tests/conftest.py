@@ -132,15 +132,22 @@ class AttentionPlace(Place):
             wide = [(128, 128, 0), (192, 128, 0)] if dtype == torch.bfloat16 else []
             sizes = numbers.choice([(64, 64, 0), (128, 128, 0), *wide])
         else:
-            sizes = (numbers.choice((8, 5)), numbers.choice((8, 3)), numbers.choice((0, 0, 4)))
+            sizes = (numbers.choice((8, 5, 16)), numbers.choice((8, 3, 32)), numbers.choice((0, 0, 4)))
+            sizes = numbers.choice((sizes, (16, 32, 0), (32, 16, 16)))
         kv_heads = numbers.choice((1, 2))
         return sizes, (kv_heads * numbers.choice((1, 3)), kv_heads), dtype, numbers.choice((self.page, self.page * 2))
 
 
-@pytest.fixture
-def attention_place() -> AttentionPlace:
-    """Native attention on the host."""
-    return AttentionPlace("cpu", "native")
+@pytest.fixture(params=PLACES, ids=lambda place: f"{place[1]}-{place[0]}")
+def attention_place(request: pytest.FixtureRequest) -> AttentionPlace:
+    """Attention on every backend that this machine has."""
+    return AttentionPlace(*request.param)
+
+
+@pytest.fixture(params=[backend for device, backend in PLACES if device == "cpu"])
+def host_backend(request: pytest.FixtureRequest) -> str:
+    """Every backend that serves host memory here."""
+    return str(request.param)
 
 
 @pytest.fixture

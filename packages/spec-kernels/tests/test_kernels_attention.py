@@ -20,9 +20,14 @@ SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "dims": 8, "value_dims": 6, 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 3])
 def test_equals_the_loop(
-    attention_case: Callable[..., Any], check_attention: Callable[..., None], dtype: torch.dtype, width: int
+    attention_case: Callable[..., Any],
+    check_attention: Callable[..., None],
+    host_backend: sk.BackendName,
+    dtype: torch.dtype,
+    width: int,
 ) -> None:
-    check_attention(attention_case(kv_lens=[9, 0, 5, 4], width=width, dtype=dtype, **SMALL), "cpu")
+    case = attention_case(kv_lens=[9, 0, 5, 4], width=width, dtype=dtype, **SMALL)
+    check_attention(case, "cpu", backend=host_backend)
 
 
 def test_grouped_heads_of_a_real_model(
@@ -57,7 +62,10 @@ def test_without_causality(attention_case: Callable[..., Any], check_attention: 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_random_sizes(
-    attention_case: Callable[..., Any], check_attention: Callable[..., None], data: st.DataObject
+    attention_case: Callable[..., Any],
+    check_attention: Callable[..., None],
+    host_backend: sk.BackendName,
+    data: st.DataObject,
 ) -> None:
     width, kv_heads = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
     lengths = data.draw(st.lists(st.one_of(st.just(0), st.integers(width, 14)), max_size=4))
@@ -72,7 +80,7 @@ def test_random_sizes(
         dtype=torch.float64,
         seed=data.draw(st.integers(0, 99)),
     )
-    check_attention(case, "cpu", causal=data.draw(st.booleans()))
+    check_attention(case, "cpu", causal=data.draw(st.booleans()), backend=host_backend)
 
 
 def test_padded_rows_are_zero_whatever_page_zero_holds(attention_case: Callable[..., Any]) -> None:
@@ -142,12 +150,13 @@ def test_a_recorded_call_is_replayed_with_other_lengths(
 
 def test_update_keys_per_backend() -> None:
     assert sk.paged_attention_update_keys("native") == {"kv_lens": "kv_lens"}
+    assert sk.paged_attention_update_keys("triton") == {"kv_lens": "kv_lens"}
     assert sk.paged_attention_update_keys("npu") == {"actual_seq_kvlen": "kv_lens"}
     assert sk.paged_attention_update_keys("npu", fia="v1") == {"actual_seq_lengths_kv": "kv_lens"}
     with pytest.raises(sk.BackendError):
         sk.paged_attention_update_keys("native", fia="v1")
     with pytest.raises(sk.BackendError):
-        sk.paged_attention_update_keys("triton")
+        sk.paged_attention_update_keys("triton", fia="v1")
 
 
 def _call(**changes: Any) -> torch.Tensor:
@@ -211,6 +220,7 @@ def test_nan_stays_nan(
     attention_case: Callable[..., Any],
     close: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
+    host_backend: sk.BackendName,
     dtype: torch.dtype,
     width: int,
     causal: bool,
@@ -233,8 +243,9 @@ def test_nan_stays_nan(
     else:
         scale = float("nan")
     out = sk.paged_attention(
-        case.query, case.key, case.value, case.metadata("cpu"), scale=scale, page_size=4, causal=causal
-    )
+        case.query, case.key, case.value, case.metadata("cpu"), scale=scale, page_size=4, causal=causal,
+        backend=host_backend,
+    )  # fmt: skip
     assert out[0].isnan().all() and not out[2].any()
     if where == "scale":
         assert out[1].isnan().all()
@@ -244,12 +255,17 @@ def test_nan_stays_nan(
 
 @pytest.mark.parametrize("elements", [1, 1 << 22])
 def test_a_nan_key_reaches_only_the_queries_that_see_it(
-    attention_case: Callable[..., Any], close: Callable[..., None], monkeypatch: pytest.MonkeyPatch, elements: int
+    attention_case: Callable[..., Any],
+    close: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    host_backend: sk.BackendName,
+    elements: int,
 ) -> None:
     monkeypatch.setattr(native_attention, "_SCORE_ELEMENTS", elements)
     case = attention_case(kv_lens=[9], width=3, dtype=torch.float32, **SMALL)
     expected = case.expected()
     case.key[case.pages[0][1], 3] = float("nan")  # position 7 of 9: hidden from the first of the three queries
-    out = sk.paged_attention(case.query, case.key, case.value, case.metadata("cpu"), scale=case.scale, page_size=4)
+    options: dict[str, Any] = {"scale": case.scale, "page_size": 4, "backend": host_backend}
+    out = sk.paged_attention(case.query, case.key, case.value, case.metadata("cpu"), **options)
     close(out[:, :1], expected[:, :1])
     assert out[:, 1:].isnan().all()

@@ -26,7 +26,9 @@ def call(case: Any, metadata: sk.PagedAttentionMetadata, **options: Any) -> torc
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_slack_of_host_bounds_is_hidden(attention_case: Case, close: Callable[..., None], data: st.DataObject) -> None:
+def test_slack_of_host_bounds_is_hidden(
+    attention_case: Case, close: Callable[..., None], host_backend: str, data: st.DataObject
+) -> None:
     """The caches hold +-300 past the exact lengths: a key too many would show."""
     width, page_size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
     exact = data.draw(st.lists(st.one_of(st.just(0), st.integers(width, 12)), min_size=1, max_size=4))
@@ -38,10 +40,11 @@ def test_slack_of_host_bounds_is_hidden(attention_case: Case, close: Callable[..
         table[row, : len(pages)] = torch.tensor(pages)
     bounds = [data.draw(st.integers(length, columns * page_size)) if length else 0 for length in exact]
     mask = sk.exact_length_mask(torch.tensor(exact), q_len=width, columns=columns, page_size=page_size)
-    close(call(case, sk.PagedAttentionMetadata(table, [width] * len(exact), bounds, mask)), case.expected())
+    metadata = sk.PagedAttentionMetadata(table, [width] * len(exact), bounds, mask)
+    close(call(case, metadata, backend=host_backend), case.expected())
 
 
-def test_a_tree_sees_its_own_branch(attention_case: Case) -> None:
+def test_a_tree_sees_its_own_branch(attention_case: Case, host_backend: str) -> None:
     """Two siblings after one root: each sees the context, the root and itself, so it equals a chain of two."""
     case = attention_case(kv_lens=[9], width=3, dtype=torch.float64, **SMALL)
     metadata = case.metadata("cpu")
@@ -51,7 +54,7 @@ def test_a_tree_sees_its_own_branch(attention_case: Case) -> None:
     visible[2, 7] = False
     mask = torch.ones(1, 3, metadata.block_table.shape[1] * 4, dtype=torch.bool)
     mask[0, :, :9] = ~visible
-    out = call(case, replace(metadata, mask=mask))
+    out = call(case, replace(metadata, mask=mask), backend=host_backend)
     for token in range(3):
         kept = visible[token].nonzero().flatten()
         page = torch.tensor(case.pages[0])

@@ -29,6 +29,7 @@ class Batch:
     sinks: torch.Tensor | None
     causal: bool
     scale: float
+    tiled: bool
 
     def expected(self) -> torch.Tensor:
         """One query token at a time, in float64; zeros past the last request."""
@@ -55,7 +56,9 @@ class Batch:
         return out
 
 
-def make(numbers: Any, sizes: tuple[int, int, int], heads: tuple[int, int], dtype: torch.dtype, page: int) -> Batch:
+def make(
+    numbers: Any, sizes: tuple[int, int, int], heads: tuple[int, int], dtype: torch.dtype, page: int, takes_tiles: bool
+) -> Batch:
     dims, value_dims, rope = sizes
     random = torch.Generator().manual_seed(numbers.randrange(2**31))
     mode = numbers.choice(("decode", "verify", "extend", "mixed"))
@@ -90,7 +93,15 @@ def make(numbers: Any, sizes: tuple[int, int, int], heads: tuple[int, int], dtyp
         torch.randn(heads[0], generator=random).to(torch.bfloat16) if takes_sinks and numbers.random() < 0.5 else None
     )
     causal = window is not None or bool(rope) or numbers.random() < 0.8
-    return Batch(query, query_rope, caches, pages, q_lens, kv_lens, window, sinks, causal, (dims + rope) ** -0.5)
+    tiled = not (dims % 16 or value_dims % 16 or rope % 16) and (bool(rope) or takes_tiles) and numbers.random() < 0.5
+    scale = (dims + rope) ** -0.5
+    return Batch(query, query_rope, caches, pages, q_lens, kv_lens, window, sinks, causal, scale, tiled)
+
+
+def in_tiles(cache: torch.Tensor) -> torch.Tensor:
+    """The same tokens with their dims in pieces of 16, each beside the same piece of the page's other tokens."""
+    pages, page, heads, dims = cache.shape
+    return cache.view(pages, page, heads, dims // 16, 16).permute(0, 2, 3, 1, 4).contiguous()
 
 
 def attend(batch: Batch, place: Any, *, uniform: bool) -> torch.Tensor:
@@ -102,7 +113,7 @@ def attend(batch: Batch, place: Any, *, uniform: bool) -> torch.Tensor:
         batch.pages, [min(q, n) if n else q for q, n in zip(batch.q_lens, batch.kv_lens, strict=True)], batch.kv_lens,
         page_size=page, columns=max(map(len, batch.pages), default=0) + 1, device=place.device,
     )  # fmt: skip
-    caches = [cache.to(place.device) for cache in batch.caches]
+    caches = [(in_tiles(cache) if batch.tiled else cache).to(place.device) for cache in batch.caches]
     query, query_rope = on(batch.query), on(batch.query_rope)
     assert query is not None
     options: dict[str, Any] = {
@@ -123,7 +134,7 @@ def attend(batch: Batch, place: Any, *, uniform: bool) -> torch.Tensor:
 def test_all_modes_equal_float64(attention_place: Any, seed: int) -> None:
     numbers = attention_place.case(seed)
     sizes, heads, dtype, page = attention_place.sizes(numbers)
-    batch = make(numbers, sizes, heads, dtype, page)
+    batch = make(numbers, sizes, heads, dtype, page, attention_place.backend != "npu")
     expected = batch.expected()
     one_width = len(set(batch.q_lens)) == 1 and batch.q_lens[0] > 0 and sum(batch.q_lens) == batch.query.shape[0]
     before = batch.query.clone(), [cache.clone() for cache in batch.caches]

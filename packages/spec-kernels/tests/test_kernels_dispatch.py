@@ -28,7 +28,7 @@ def test_choice_by_device() -> None:
 
 
 def test_an_ineligible_backend_lists_the_eligible_ones_and_reasons() -> None:
-    with pytest.raises(sk.BackendError, match=r"\['npu', 'native'\].*triton: not in this version"):
+    with pytest.raises(sk.BackendError, match=r"\['npu', 'native'\].*triton-ascend is not installed"):
         sk.choose("paged_attention", "npu", "triton", capabilities=NPU)
     with pytest.raises(sk.BackendError, match="serves npu only"):
         sk.choose("paged_attention", "cpu", "npu", capabilities=NPU)

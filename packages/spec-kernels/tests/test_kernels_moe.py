@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,14 +93,23 @@ def test_refusals() -> None:
 
 
 def test_the_fused_operator_is_a_choice_with_conditions() -> None:
-    layout, have = sk.ExpertLayout(8, 2, 0, max_tokens=128), sk.Capabilities(sgl_kernel_npu="2026.8")
+    layout = sk.ExpertLayout(8, 2, 0, max_tokens=128, comm_name="ep")
     good: dict[str, Any] = {
-        "wanted": True, "device": "npu:3", "dtype": torch.bfloat16, "tokens": 128, "capabilities": have
+        "device": "npu:3", "dtype": torch.bfloat16, "hidden": 2048, "choices": 8,
+        "capabilities": sk.Capabilities(torch_npu="2.12.0"),
     }  # fmt: skip
     assert sk.fused_moe_reason(layout, **good) is None
     for change, reason in (
-        ({"wanted": False}, "not asked for"), ({"device": "cuda:0"}, "npu only"), ({"tokens": 129}, "129 tokens"),
-        ({"dtype": torch.float16}, "bfloat16"), ({"capabilities": sk.Capabilities()}, "not installed"),
+        ({"device": "cuda:0"}, "npu only"), ({"dtype": torch.float32}, "bfloat16"), ({"hidden": 512}, "1024"),
+        ({"hidden": 7200}, "7168"), ({"choices": 17}, "16 experts"), ({"capabilities": sk.Capabilities()}, "installed"),
     ):  # fmt: skip
         found = sk.fused_moe_reason(layout, **{**good, **change})
         assert found is not None and reason in found
+    for layout_change, reason in (
+        ({"comm_name": None}, "not asked for"), ({"max_tokens": None}, "limit"), ({"max_tokens": 300}, "256 tokens"),
+        ({"ranks": 1, "num_experts": 8}, "ranks"), ({"num_experts": 2048}, "1024 experts"),
+    ):  # fmt: skip
+        found = sk.fused_moe_reason(replace(layout, **layout_change), **good)
+        assert found is not None and reason in found
+    a3 = sk.Capabilities(torch_npu="2.12.0", chip="910C")
+    assert sk.fused_moe_reason(replace(layout, max_tokens=300), **{**good, "hidden": 8192, "capabilities": a3}) is None

@@ -20,6 +20,7 @@ FiaVersion: TypeAlias = Literal["v1", "v2"]
 
 _UPDATE_KEYS: dict[tuple[BackendName, FiaVersion], dict[str, str]] = {
     ("native", "v2"): {"kv_lens": "kv_lens"},
+    ("triton", "v2"): {"kv_lens": "kv_lens"},
     ("npu", "v2"): {"actual_seq_kvlen": "kv_lens"},
     ("npu", "v1"): {"actual_seq_lengths_kv": "kv_lens"},
 }
@@ -51,8 +52,9 @@ def paged_attention(
 
     Args:
         query: Shape: [rows, q, heads, dims].
-        key_cache: Shape: [pages, page_size, kv_heads, dims]; contiguous; dtype of the query.
-        value_cache: Shape: [pages, page_size, kv_heads, value_dims]; contiguous; dtype of the query.
+        key_cache: Shape: [pages, page_size, kv_heads, dims], or tiled (NZ) [pages, kv_heads, dims / 16, page_size, 16];
+            contiguous; dtype of the query.
+        value_cache: Likewise with value_dims, in the form of the keys; contiguous; dtype of the query.
         metadata: Block table and lengths; every query length equals `q`.
         scale: Factor on the scores, usually `dims ** -0.5`.
         page_size: Tokens in a page, as in the caches.
@@ -60,7 +62,7 @@ def paged_attention(
         window: Tokens that a query token sees, itself included.
         sinks: A logit of each head that takes part in the softmax and adds nothing. Shape: [heads]; floating point.
         query_rope: Shape: [rows, q, heads, rope]; dtype of the query.
-        key_rope_cache: Shape: [pages, page_size, kv_heads, rope]; contiguous; dtype of the query.
+        key_rope_cache: Likewise with rope dims, in the form of the keys; contiguous; dtype of the query.
         backend: Insist on a backend; the first eligible one when `None`.
         fia: Version of the device's fused operator; for the `npu` backend only.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -10,7 +11,37 @@ from spec_kernels._checks import FLOATS, check_tensor
 from spec_kernels.errors import DeviceError, DtypeError, LengthError, MetadataError, ShapeError
 from spec_kernels.paged_metadata import PagedAttentionMetadata, check_kv_lens
 
-__all__ = ["AttentionExtras", "check_call", "check_extras", "check_mask", "check_uniform"]
+__all__ = ["AttentionExtras", "CacheSizes", "check_call", "check_extras", "check_mask", "check_uniform"]
+
+
+_PIECE = 16
+
+
+class CacheSizes(NamedTuple):
+    """Sizes of a paged cache, in either form.
+
+    Attributes:
+        pages: Pages.
+        page_size: Tokens in a page.
+        kv_heads: KV heads.
+        dims: Dims of a head.
+        tiled: Whether dims lie in pieces of 16 (NZ).
+    """
+
+    pages: int
+    page_size: int
+    kv_heads: int
+    dims: int
+    tiled: bool
+
+    @staticmethod
+    def of(cache: torch.Tensor) -> CacheSizes:
+        """Read them off a cache of four axes, or of five when tiled."""
+        if cache.ndim == 5:
+            pages, kv_heads, pieces, page_size, piece = cache.shape
+            return CacheSizes(pages, page_size, kv_heads, pieces * piece, True)
+        pages, page_size, kv_heads, dims = cache.shape
+        return CacheSizes(pages, page_size, kv_heads, dims, False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +86,10 @@ def check_extras(query: torch.Tensor, key_cache: torch.Tensor, extras: Attention
         rope, dtypes = int(extras.query_rope.shape[-1]), (query.dtype,)
         check_tensor("query_rope", extras.query_rope, (*query.shape[:-1], rope), dtypes=dtypes, device=query.device)
         shape = (*key_cache.shape[:3], rope)
+        if key_cache.ndim == 5:
+            shape = (*key_cache.shape[:2], rope // _PIECE, *key_cache.shape[3:])
         check_tensor("key_rope_cache", extras.key_rope_cache, shape, dtypes=dtypes, device=query.device)
+        _check_contiguous("key_rope_cache", extras.key_rope_cache)
 
 
 def check_call(
@@ -68,10 +102,12 @@ def check_call(
     axes: tuple[str, ...],
 ) -> None:
     """Check query, caches and table; `axes` spells the query's."""
-    cache_axes = ("pages", "page_size", "kv_heads", "dims")
+    cache_axes: tuple[str, ...] = ("pages", "page_size", "kv_heads", "dims")
+    if key_cache.ndim == 5:
+        cache_axes = ("pages", "kv_heads", "pieces", "page_size", str(_PIECE))
     named = (("query", query, axes), ("key_cache", key_cache, cache_axes), ("value_cache", value_cache, cache_axes))
     for name, tensor, spelled in named:
-        if tensor.ndim != len(spelled):
+        if tensor.ndim != len(spelled) or (tensor.ndim == 5 and tensor.shape[4] != _PIECE):
             raise ShapeError(
                 name,
                 given=f"shape {tuple(tensor.shape)}",
@@ -96,6 +132,8 @@ def check_call(
             consequence="page ids would be misread",
             remedy="build it with build_paged_metadata",
         )
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        _check_contiguous(name, cache)
     for name, tensor in (("key_cache", key_cache), ("value_cache", value_cache), ("metadata.block_table", table)):
         if tensor.device != query.device:
             raise DeviceError(
@@ -106,12 +144,12 @@ def check_call(
                 remedy="move it first",
             )
     heads, dims = query.shape[-2:]
-    pages, size, kv_heads, key_dims = key_cache.shape
-    if value_cache.shape[:3] != (pages, size, kv_heads):
+    pages, size, kv_heads, key_dims, _ = CacheSizes.of(key_cache)
+    if CacheSizes.of(value_cache)[:3] != (pages, size, kv_heads):
         raise ShapeError(
             "value_cache",
             given=f"shape {tuple(value_cache.shape)}",
-            expected=f"[{pages}, {size}, {kv_heads}, value_dims] like key_cache",
+            expected=f"{pages} pages of {size} tokens of {kv_heads} heads, like key_cache",
             consequence="K and V of a token would lie in different places",
             remedy="pass both caches of one layer",
         )
@@ -131,6 +169,17 @@ def check_call(
             expected=f"{rows} of each, one a row of the query",
             consequence="a request would attend to another's pages",
             remedy="pad the metadata to the rows of the query",
+        )
+
+
+def _check_contiguous(name: str, cache: torch.Tensor) -> None:
+    if not cache.is_contiguous():
+        raise ShapeError(
+            name,
+            given=f"strides {cache.stride()}",
+            expected="a contiguous cache",
+            consequence="pages are read at fixed distances; a copy would be made each step",
+            remedy="pass a layer's view of the pool's storage",
         )
 
 

@@ -46,13 +46,18 @@ def _family(module: str, *names: str) -> dict[str, dict[BackendName, _Backend]]:
 _OPS: dict[str, dict[BackendName, _Backend]] = {
     "paged_attention": {
         "native": _Backend("spec_kernels.native.attention:run"),
+        "triton": _Backend("spec_kernels.triton.attention:run", triton="3.2.0"),
         "npu": _Backend("spec_kernels.npu.attention:run", ("npu",), torch_npu="2.12.0"),
     },
     "ragged_paged_attention": {
         "native": _Backend("spec_kernels.native.attention:run"),
+        "triton": _Backend("spec_kernels.triton.attention:run", triton="3.2.0"),
         "npu": _Backend("spec_kernels.npu.attention:run_ragged", ("npu",), torch_npu="2.12.0"),
     },
-    "expert_parallel_moe": {"native": _Backend("spec_kernels.native.moe:run")},
+    "expert_parallel_moe": {
+        "native": _Backend("spec_kernels.native.moe:run"),
+        "npu": _Backend("spec_kernels.npu.moe:run", ("npu",), torch_npu="2.12.0"),
+    },
     "accept_chain": {"native": _Backend("spec_kernels.native.chain:run")},
     "fill_draft_extend_buffers": {
         "native": _Backend("spec_kernels.native.draft_extend:run"),

@@ -40,6 +40,7 @@ class FiaShape:
         rope: Dims of the rope parts; 0 without.
         window: Whether a window hides older tokens.
         sinks: Whether heads have sinks.
+        tiled: Whether dims lie in pieces of 16 (NZ).
         ragged: Whether requests have unlike query lengths, `width` being the longest.
         fia: Version of the operator.
     """
@@ -58,6 +59,7 @@ class FiaShape:
     rope: int = 0
     window: bool = False
     sinks: bool = False
+    tiled: bool = False
     ragged: bool = False
     fia: str = "v2"
 
@@ -130,14 +132,19 @@ def _common(shape: FiaShape) -> list[str]:
         found.append(f"head dims up to 512, not {max(shape.dims, shape.value_dims)}")
     if shape.dims % 16 or shape.value_dims % 16:
         found.append(f"head dims in multiples of 16, not {shape.dims} and {shape.value_dims}")
-    if shape.width == 1 and (shape.page_size % 16 or shape.page_size > 512):
+    if shape.rope:
+        if shape.page_size not in (16, 128):
+            found.append(f"pages of 16 or 128 tokens with rope parts, not {shape.page_size}")
+    elif shape.width == 1 and (shape.page_size % 16 or shape.page_size > 512):
         found.append(f"pages of 16 to 512 tokens in multiples of 16, not {shape.page_size}")
-    if shape.width > 1 and (shape.page_size % 128 or not 128 <= shape.page_size <= 512):
+    elif shape.width > 1 and (shape.page_size % 128 or not 128 <= shape.page_size <= 512):
         found.append(f"pages of 128, 256, 384 or 512 tokens for more than one query token, not {shape.page_size}")
     if shape.sinks and shape.fia == "v1":
         found.append("sinks in version 2 only")
     if shape.rope:
         found += _latent(shape)
+    elif shape.tiled:
+        found.append("tiled caches with rope parts only")
     row = shape.kv_heads * max(shape.dims, shape.value_dims)
     if row > 65535:
         found.append(f"KV heads times dims up to 65535, not {row}")

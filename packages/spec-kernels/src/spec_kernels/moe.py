@@ -1,7 +1,7 @@
 """Owns expert-parallel MoE as one step: dispatch tokens to the ranks of their experts, grouped matmul, combine.
 
-The native version says what a fused operator must give: which rows an expert sees, in which order, and how the parts
-are summed. It does not route: expert ids and weights are the caller's.
+The native version says what the device's operators must give: which rows an expert sees, in which order, and how the
+parts are summed. It does not route: expert ids and weights are the caller's.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 
 from spec_kernels._checks import FLOATS, check_number, check_tensor
 from spec_kernels.capabilities import Capabilities, detect
-from spec_kernels.dispatch import BackendName, choose, load
-from spec_kernels.errors import LengthError, ShapeError
+from spec_kernels.dispatch import BackendName, backends, choose, load
+from spec_kernels.errors import LengthError, ShapeError, UnsupportedByOp
 
 __all__ = ["ExpertLayout", "MoeResult", "expert_parallel_moe", "fused_moe_reason"]
 
@@ -28,6 +28,8 @@ class ExpertLayout:
         ranks: Ranks over which they lie.
         rank: This one.
         max_tokens: Most tokens of a rank in one step, the same on all ranks; None for no limit.
+        comm_name: HCCL's name of the ranks' group (`get_hccl_comm_name`), by which the device's operators address it.
+            Giving it is the user's choice of those operators; None: they are not used.
 
     Raises:
         ShapeError: The ranks do not divide the experts, or the rank is none of them.
@@ -37,6 +39,7 @@ class ExpertLayout:
     ranks: int = 1
     rank: int = 0
     max_tokens: int | None = None
+    comm_name: str | None = None
 
     def __post_init__(self) -> None:
         check_number("ranks", self.ranks, least=1)
@@ -72,33 +75,44 @@ class MoeResult(NamedTuple):
 def fused_moe_reason(
     layout: ExpertLayout,
     *,
-    wanted: bool,
     device: torch.device | str,
     dtype: torch.dtype,
-    tokens: int,
+    hidden: int,
+    choices: int,
     capabilities: Capabilities | None = None,
 ) -> str | None:
-    """Say why a step cannot run as one fused operator of the device; None when it can.
+    """Say why a step cannot run on the device's dispatch and combine operators; None when it can.
+
+    Nothing here differs between the ranks of a step, so that all of them decide alike.
 
     Args:
         layout: Experts and ranks.
-        wanted: Whether the user chose it: a choice, never a guess from the device.
         device: Where the tokens are.
         dtype: Of the hidden states.
-        tokens: Tokens of this rank.
-        capabilities: What the machine has; detected when `None`.
+        hidden: Their width.
+        choices: Experts of a token.
+        capabilities: What the machine has; detected when `None`. With an unknown chip, the limits of all chips hold.
 
-    Source: contracts.md §7.
+    Source: contracts.md §7; op-plugin, torch_npu-npu_moe_distribute_dispatch_v2.md.
     """
     have = detect() if capabilities is None else capabilities
     kind = device.type if isinstance(device, torch.device) else device.partition(":")[0]
+    installed = next(s.reason for s in backends("expert_parallel_moe", kind, capabilities=have) if s.backend == "npu")
+    ranks, tokens = layout.ranks, layout.max_tokens
+    a2, a3 = have.chip in (None, "910B"), have.chip in (None, "910C")
+    few = 2 <= ranks <= 8 or ranks in (16, 32, 64, 128, 256)
     reasons = (
-        (not wanted, "not asked for"),
         (kind != "npu", f"serves npu only, not {kind}"),
-        (have.sgl_kernel_npu is None, "sgl-kernel-npu is not installed"),
-        (dtype != torch.bfloat16, f"takes bfloat16, not {dtype}"),
-        (layout.max_tokens is None, "needs a limit of tokens a rank"),
-        (layout.max_tokens is not None and tokens > layout.max_tokens, f"{tokens} tokens over {layout.max_tokens}"),
+        (installed is not None, str(installed)),
+        (layout.comm_name is None, "not asked for: the layout has no comm_name"),
+        (not 2 <= ranks <= 768 or (a2 and not few), f"takes 2 to 8, 16, 32, 64, 128 or 256 ranks, not {ranks}"),
+        (layout.num_experts > 1024, f"takes 1024 experts at most, not {layout.num_experts}"),
+        (dtype not in (torch.bfloat16, torch.float16), f"takes bfloat16 and float16, not {dtype}"),
+        (a3 and not 1024 <= hidden <= 8192, f"takes hidden widths of 1024 to 8192, not {hidden}"),
+        (a2 and (hidden > 7168 or hidden % 32 != 0), f"takes hidden widths up to 7168, multiples of 32, not {hidden}"),
+        (not 1 <= choices <= 16, f"takes 1 to 16 experts a token, not {choices}"),
+        (tokens is None, "needs a limit of tokens a rank"),
+        (tokens is not None and not 1 <= tokens <= (256 if a2 else 512), f"takes 256 tokens a rank, not {tokens}"),
     )
     return next((text for holds, text in reasons if holds), None)
 
@@ -127,10 +141,14 @@ def expert_parallel_moe(
         w2: Shape: [local experts, hidden, inner].
         layout: Experts and ranks.
         group: The `torch.distributed` group of the ranks; needed for more than one.
-        backend: Insist on a backend.
+        backend: Insist on a backend. None takes the device's operators where `fused_moe_reason` has nothing against
+            them, else native.
 
     Returns:
         New tensors.
+
+    On npu the experts' products are rounded to the dtype of the input, the sums over choices are in float32; no token
+    chooses an expert twice. Every rank sends `layout.max_tokens` rows, padding included, so the step can be captured.
 
     Padding: a padded choice counts nowhere and adds nothing; a token of padded choices only gives zeros. A rank without
         tokens takes part all the same.
@@ -140,6 +158,7 @@ def expert_parallel_moe(
     Raises:
         ShapeError, DtypeError, DeviceError: An argument does not fit its role, or the group the layout.
         LengthError: More tokens than the layout allows, or an expert id past the last expert (in host memory).
+        UnsupportedByOp: (npu, when insisted on) See `fused_moe_reason`.
     """
     check_tensor("hidden_states", hidden_states, ("tokens", "hidden"), dtypes=FLOATS)
     (tokens, hidden), device = hidden_states.shape, hidden_states.device
@@ -172,6 +191,19 @@ def expert_parallel_moe(
             consequence="ranks would wait for each other forever",
             remedy="pass the group over which the experts lie",
         )
-    run = load("expert_parallel_moe", choose("expert_parallel_moe", device, backend))
+    chosen = choose("expert_parallel_moe", device, backend)
+    if chosen == "npu":
+        choices = int(expert_ids.shape[1])
+        reason = fused_moe_reason(layout, device=device, dtype=hidden_states.dtype, hidden=int(hidden), choices=choices)
+        if reason is not None and backend is not None:
+            raise UnsupportedByOp(
+                "hidden_states, layout",
+                given=reason,
+                expected="what fused_moe_reason has nothing against",
+                consequence="the device's operator refuses it, on one rank or on all",
+                remedy="leave backend out",
+            )
+        chosen = "npu" if reason is None else "native"
+    run = load("expert_parallel_moe", chosen)
     out, counts = run(hidden_states, expert_ids, expert_weights, w13, w2, layout, group)
     return MoeResult(out, counts)

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import torch
 
-from spec_kernels.attention_checks import AttentionExtras
+from spec_kernels.attention_checks import AttentionExtras, CacheSizes
 from spec_kernels.paged_metadata import PagedAttentionMetadata, check_kv_lens
 
-__all__ = ["paged_attention", "ragged_paged_attention", "run"]
+__all__ = ["SCHEMA", "paged_attention", "ragged_paged_attention", "run"]
 
 _SCORE_ELEMENTS = 1 << 22
 """Scores at a time: 16 MiB in float32."""
 
 
-_SCHEMA = (
+SCHEMA = (
     "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor? mask=None, "
     "Tensor? sinks=None, Tensor? query_rope=None, Tensor? key_rope_cache=None, *, "
     "int[] q_lens, int[] kv_lens, float scale, bool causal, int? window=None) -> Tensor"
 )
 
 
-@torch.library.custom_op("spec_kernels::paged_attention", mutates_args=(), schema=_SCHEMA)
+@torch.library.custom_op("spec_kernels::paged_attention", mutates_args=(), schema=SCHEMA)
 def paged_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -43,9 +43,9 @@ def paged_attention(
     window: int | None = None,
 ) -> torch.Tensor:
     """See `spec_kernels.paged_attention`; the first `q_lens[row]` queries of a row are live, the others give zeros."""
-    width, page_size = query.shape[1], key_cache.shape[1]
+    width, page_size = query.shape[1], CacheSizes.of(key_cache).page_size
     check_kv_lens(kv_lens, columns=block_table.shape[1], page_size=page_size, q_len=max(q_lens, default=width))
-    out = query.new_zeros((*query.shape[:3], value_cache.shape[3]))
+    out = query.new_zeros((*query.shape[:3], CacheSizes.of(value_cache).dims))
     caches = (key_cache, value_cache, key_rope_cache)
     for row, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
         if q_len and kv_len:
@@ -74,10 +74,10 @@ def _paged_attention_fake(
     causal: bool,
     window: int | None = None,
 ) -> torch.Tensor:
-    return query.new_empty((*query.shape[:-1], value_cache.shape[3]))
+    return query.new_empty((*query.shape[:-1], CacheSizes.of(value_cache).dims))
 
 
-@torch.library.custom_op("spec_kernels::ragged_paged_attention", mutates_args=(), schema=_SCHEMA)
+@torch.library.custom_op("spec_kernels::ragged_paged_attention", mutates_args=(), schema=SCHEMA)
 def ragged_paged_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -95,11 +95,11 @@ def ragged_paged_attention(
     window: int | None = None,
 ) -> torch.Tensor:
     """See `spec_kernels.ragged_paged_attention`; `mask` is None."""
-    out = query.new_zeros((*query.shape[:2], value_cache.shape[3]))
-    caches = (key_cache, value_cache, key_rope_cache)
+    out = query.new_zeros((*query.shape[:2], CacheSizes.of(value_cache).dims))
+    caches, page_size = (key_cache, value_cache, key_rope_cache), CacheSizes.of(key_cache).page_size
     start = 0
     for row, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
-        check_kv_lens([kv_len], columns=block_table.shape[1], page_size=key_cache.shape[1], q_len=q_len)
+        check_kv_lens([kv_len], columns=block_table.shape[1], page_size=page_size, q_len=q_len)
         end = start + q_len
         if q_len and kv_len:
             rope = None if query_rope is None else query_rope[start:end]
@@ -202,9 +202,12 @@ def _first_seen(q_len: int, kv_len: int, window: int | None) -> int:
 
 def _gather(cache: torch.Tensor, table: torch.Tensor, kv_len: int, first: int) -> torch.Tensor:
     """Tokens `first..kv_len` of a request. Shape: [kv_len - first, kv_heads, dims]."""
-    page_size = cache.shape[1]
+    page_size = CacheSizes.of(cache).page_size
     start = first // page_size
-    tokens = cache.index_select(0, table[start : -(-kv_len // page_size)]).flatten(0, 1)
+    pages = cache.index_select(0, table[start : -(-kv_len // page_size)])
+    if cache.ndim == 5:  # pieces of 16 dims come after the tokens
+        pages = pages.permute(0, 3, 1, 2, 4).flatten(3)
+    tokens = pages.flatten(0, 1)
     return tokens[first - start * page_size : kv_len - start * page_size]
 
 

@@ -2,7 +2,7 @@
 
 The operator is called directly, never inside a custom operator: torch_npu's graph capture sees only direct calls, and
 rebinds a length list only if it was passed as a keyword at capture. Caches are passed as `[pages, page_size, kv_heads *
-dims]`, the one paged form that BSND accepts. It does not choose layouts (see `fia_rules`).
+dims]`, the one paged form that BSND accepts, tiled ones as they are. It does not choose layouts (see `fia_rules`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch_npu
 
-from spec_kernels.attention_checks import AttentionExtras
-from spec_kernels.errors import CaptureError, ShapeError, UnsupportedByOp
+from spec_kernels.attention_checks import AttentionExtras, CacheSizes
+from spec_kernels.errors import CaptureError, UnsupportedByOp
 from spec_kernels.fia_rules import FiaPlan, FiaShape, plan_fia
 from spec_kernels.paged_metadata import PagedAttentionMetadata, exact_length_mask
 
@@ -40,12 +40,12 @@ def run(
     shape = _shape(query, key_cache, value_cache, metadata, fia, extras, width=width, rows=rows)
     plan = plan_fia(shape, causal=causal, masked=metadata.mask is not None)
     if not rows or not width:
-        return query.new_empty((rows, width, heads, value_cache.shape[3]))
+        return query.new_empty((rows, width, heads, shape.value_dims))
     mask = None
     if metadata.mask is not None:
         mask = metadata.mask.unsqueeze(1)
     elif plan.full_mask:
-        mask = _window_mask(metadata, width, key_cache.shape[1], extras.window)
+        mask = _window_mask(metadata, width, shape.page_size, extras.window)
     packed, rope = query.contiguous(), extras.query_rope
     q_lens = list(metadata.q_lens)
     if plan.layout == "TND":
@@ -68,7 +68,7 @@ def run_ragged(
     extras: AttentionExtras,
 ) -> torch.Tensor:
     """Backend entry of `spec_kernels.ragged_paged_attention`: packed where the operator takes it, else row by row."""
-    out = query.new_zeros((*query.shape[:2], value_cache.shape[3]))
+    out = query.new_zeros((*query.shape[:2], CacheSizes.of(value_cache).dims))
     live = [row for row, length in enumerate(metadata.q_lens) if length]
     if not live:
         return out
@@ -136,14 +136,14 @@ def _shape(
     rows: int,
     ragged: bool = False,
 ) -> FiaShape:
-    pages, page_size, kv_heads, value_dims = value_cache.shape
+    pages, page_size, kv_heads, dims, tiled = CacheSizes.of(key_cache)
     return FiaShape(
         rows,
         width,
         query.shape[-2],
         kv_heads,
-        key_cache.shape[3],
-        value_dims,
+        dims,
+        CacheSizes.of(value_cache).dims,
         page_size,
         pages,
         query.dtype,
@@ -152,6 +152,7 @@ def _shape(
         rope=0 if extras.query_rope is None else extras.query_rope.shape[-1],
         window=extras.window is not None,
         sinks=extras.sinks is not None,
+        tiled=tiled,
         ragged=ragged,
         fia=fia,
     )
@@ -171,14 +172,14 @@ def _call(
     extras: AttentionExtras,
 ) -> torch.Tensor:
     """One call of the operator. Heads beside rope parts are padded with zeros to a power of two, and cut off again."""
-    heads, kv_heads = query.shape[-2], key_cache.shape[2]
+    heads, sizes = query.shape[-2], CacheSizes.of(key_cache)
     options: dict[str, Any] = {
         "atten_mask": _causal_mask(query.device) if plan.needs_mask else mask,
         "block_table": metadata.block_table,
-        "num_key_value_heads": kv_heads,
+        "num_key_value_heads": sizes.kv_heads,
         "input_layout": plan.layout,
         "sparse_mode": plan.sparse_mode,
-        "block_size": key_cache.shape[1],
+        "block_size": sizes.page_size,
     }
     if plan.sparse_mode == 4:  # a band counts the tokens before the query's own
         options.update(pre_tokens=(extras.window or 1) - 1, next_tokens=0)
@@ -186,10 +187,10 @@ def _call(
     if query_rope is not None and extras.key_rope_cache is not None:
         padded = 1 << (heads - 1).bit_length()
         query, query_rope = _pad_heads(query, padded), _pad_heads(query_rope, padded)
-        options.update(query_rope=query_rope, key_rope=_flat("key_rope_cache", extras.key_rope_cache))
+        options.update(query_rope=query_rope, key_rope=_flat(extras.key_rope_cache))
     if extras.sinks is not None:
         options["learnable_sink"] = extras.sinks.to(torch.bfloat16)
-    keys, values = _flat("key_cache", key_cache), _flat("value_cache", value_cache)
+    keys, values = _flat(key_cache), _flat(value_cache)
     kv_lens = list(metadata.kv_lens)
     if fia == "v1":
         out = torch_npu.npu_fused_infer_attention_score(
@@ -227,16 +228,8 @@ def _window_mask(metadata: PagedAttentionMetadata, width: int, page_size: int, w
     return mask.unsqueeze(1)
 
 
-def _flat(name: str, cache: torch.Tensor) -> torch.Tensor:
-    if not cache.is_contiguous():
-        raise ShapeError(
-            name,
-            given=f"strides {cache.stride()}",
-            expected="a contiguous cache",
-            consequence="the operator reads pages at fixed distances; a copy would be made each step",
-            remedy="pass a layer's view of the pool's storage",
-        )
-    return cache.view(cache.shape[0], cache.shape[1], -1)
+def _flat(cache: torch.Tensor) -> torch.Tensor:
+    return cache if cache.ndim == 5 else cache.view(cache.shape[0], cache.shape[1], -1)
 
 
 def _causal_mask(device: torch.device) -> torch.Tensor:
