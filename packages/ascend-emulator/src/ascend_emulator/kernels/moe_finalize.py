@@ -5,15 +5,18 @@ This module owns the ops' refusals; sums are float32 and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from .errors import DeviceFault
+from .pose import current
 from .rules import declare, document, note, online, refuse
 
 OP = "npu::npu_moe_finalize_routing"
 OP_UNPERMUTE = "npu::npu_moe_token_unpermute"
+OP_INNER = "npu::_npu_moe_token_unpermute"
+"""An op of torch_npu from 2.13 on."""
 _TEST = "test_kernels_moe.py"
 _DOC = online("torch_npu-npu_moe_finalize_routing")
 _DOC_UNPERMUTE = document("npu_moe_token_unpermute")
@@ -206,4 +209,25 @@ def npu_moe_token_unpermute(
     return picked.sum(1).to(permuted_tokens.dtype)
 
 
-KERNELS = {OP: npu_moe_finalize_routing, OP_UNPERMUTE: npu_moe_token_unpermute}
+def npu_moe_token_unpermute_inner(
+    permuted_tokens: torch.Tensor,
+    sorted_indices: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: Sequence[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What ``npu_moe_token_unpermute`` calls from torch_npu 2.13 on; see there.
+
+    Returns:
+        The sums, and what a backward pass needs of ``permuted_tokens``: all of them with probs, on a 950 and before
+        CANN 9.1, else None.
+    """
+    out = npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs, padded_mode, restore_shape)
+    pose = current()
+    later = pose.cann is not None and pose.cann >= (9, 1) and pose.chip != "950"
+    return out, None if later and probs is None else permuted_tokens
+
+
+KERNELS: dict[str, Callable[..., object]] = {OP: npu_moe_finalize_routing, OP_UNPERMUTE: npu_moe_token_unpermute}
+if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
+    KERNELS[OP_INNER] = npu_moe_token_unpermute_inner

@@ -10,6 +10,11 @@ import torch
 from .errors import KernelNotCovered
 
 _DTYPE_NUMBERS = {0: torch.uint8, 1: torch.int8, 3: torch.int32, 5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
+_FLOAT8_NUMBERS = {
+    **{23: torch.float8_e5m2, 24: torch.float8_e4m3fn},
+    **{291: torch.float8_e5m2, 292: torch.float8_e4m3fn},
+}
+"""float8 dtypes by c10's numbers and by torch_npu's own."""
 
 
 def dtype_of(op: str, argument: str, number: int | torch.dtype | None, usual: torch.dtype) -> torch.dtype:
@@ -33,6 +38,12 @@ def dtype_of(op: str, argument: str, number: int | torch.dtype | None, usual: to
     if dtype is None or dtype not in _DTYPE_NUMBERS.values():
         raise KernelNotCovered(op, argument, number)
     return dtype
+
+
+def float8_of(number: int | torch.dtype | None) -> torch.dtype | None:
+    """The float8 dtype that a schema's dtype number or dtype stands for; None for any other."""
+    dtype = number if isinstance(number, torch.dtype) else _FLOAT8_NUMBERS.get(-1 if number is None else number)
+    return dtype if dtype in _FLOAT8_NUMBERS.values() else None
 
 
 def to_integer(values: torch.Tensor, dtype: torch.dtype = torch.int8) -> torch.Tensor:
