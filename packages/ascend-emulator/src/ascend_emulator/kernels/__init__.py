@@ -24,6 +24,7 @@ from . import (
     chunk_delta,
     fia_v1,
     fia_v2,
+    fusion_attention,
     gated,
     gated_delta,
     gather_pa,
@@ -71,7 +72,7 @@ from .errors import DeviceFault, KernelError, KernelNotCovered, OpRefused, Rule
 from .rules import NOTES, RULES, Note
 
 _MODULES: tuple[Any, ...] = (
-    *(fia_v1, fia_v2, prompt_attention, atb_attention, atb_latent, attention_update),
+    *(fia_v1, fia_v2, prompt_attention, fusion_attention, atb_attention, atb_latent, attention_update),
     *(lightning_indexer, sparse_flash_attention, quant_lightning_indexer, quant_sparse_attention),
     *(scatter, scatter_pa, gather_pa, reshape_and_cache, transfer, transfer_state),
     *(sgl_cache, sgl_sampling, sgl_matmul),

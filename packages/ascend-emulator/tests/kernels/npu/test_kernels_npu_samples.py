@@ -50,6 +50,7 @@ SFA: dict[str, Any] = {
 QROWS = torch.cat([b8(4, 16, 1, 512), torch.zeros(4, 16, 1, 144, dtype=torch.int8)], -1)
 ROUTED = torch.arange(6, dtype=I32).view(2, 3).T.contiguous()
 SLOTS = i32(5, 0, 40)
+TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 
 SAMPLES: dict[str, Callable[[], Call]] = {
     "atb::_npu_reshape_and_cache": lambda: ([r(3, 2, 32), r(3, 2, 32, seed=1), r(*CACHE), r(*CACHE), SLOTS], {}),
@@ -139,6 +140,10 @@ SAMPLES: dict[str, Callable[[], Call]] = {
     ),
     "npu::npu_grouped_matmul.List": lambda: ([[r(4, 3)], [r(3, 5), r(3, 5)]], {"group_list": [1, 4], "split_item": 3}),
     "npu::npu_transpose_batchmatmul": lambda: ([r(2, 3, 16), r(2, 16, 32)], {}),
+    "npu::npu_fusion_attention": lambda: (
+        [r(6, 2, 16), r(6, 2, 16, seed=1), r(6, 2, 16, seed=2), 2, "TND"],
+        {"actual_seq_qlen": [2, 6], "actual_seq_kvlen": [3, 6], "atten_mask": TRIANGLE, "sparse_mode": 3},
+    ),
     "npu::npu_prompt_flash_attention": lambda: (
         [r(2, 2, 3, 16), r(2, 2, 3, 16, seed=1), r(2, 2, 3, 16, seed=2)],
         {"num_heads": 2, "input_layout": "BNSD_BSND", "atten_mask": torch.ones(3, 3).triu(1).bool()},
