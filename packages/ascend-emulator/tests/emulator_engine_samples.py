@@ -82,4 +82,25 @@ ENGINE_SAMPLES: dict[str, Callable[[], Call]] = {
          r(1, 32, 64, dtype=B), *caches(16, 1, 64, 16), i32(3, 0), *scales(144), *scales(48), None, None, None,
          "per_tensor_quant_asymm", True, *outs(2, 1, 64, 16).values(), torch.zeros(2, 64, dtype=B)], {},
     ),
+    "_C_ascend::moe_gating_top_k": lambda: ([r(3, 8), 2, 1, 1, 0, 0, 1, True, 1.0, 1e-20, r(8, seed=1)], {}),
+    "_C_ascend::npu_moe_init_routing_custom": lambda: (
+        [r(3, 8), i32([0, 2], [1, 0], [2, 2])],
+        {"expert_num": 3, "expert_tokens_num_flag": True, "quant_mode": 1, "active_expert_range": [0, 3],
+         "expert_tokens_num_type": 1},
+    ),
+    "_C_ascend::grouped_matmul_swiglu_quant": lambda: (
+        [b8(4, 3), b8(2, 3, 6), torch.ones(2, 6), torch.ones(4), torch.tensor([1, 4])], {},
+    ),
+    "_C_ascend::grouped_matmul_swiglu_quant_weight_nz": lambda: (
+        [b8(4, 3), b8(2, 3, 6), torch.ones(2, 6), torch.ones(4), torch.tensor([1, 4])], {"swiglu_limit": 2.0},
+    ),
+    "_C_ascend::grouped_matmul_swiglu_quant_weight_nz_tensor_list": lambda: (
+        [b8(4, 3), [b8(3, 6), b8(3, 6)], [torch.ones(6)] * 2, torch.ones(4), torch.tensor([1, 4])], {},
+    ),
+    "_C_ascend::grouped_matmul_swiglu_quant_v2": lambda: (
+        [b8(4, 3), [b8(2, 3, 6)], [torch.ones(2, 6)], torch.ones(4), torch.tensor([1, 3])], {"group_list_type": 1},
+    ),
+    "_C_ascend::npu_dequant_swiglu_quant": lambda: (
+        [b8(3, 8).to(I32)], {"weight_scale": torch.ones(8), "activation_scale": torch.ones(3, 1), "quant_mode": 1},
+    ),
 }  # fmt: skip

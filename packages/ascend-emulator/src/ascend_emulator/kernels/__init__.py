@@ -65,7 +65,9 @@ from . import (
     transfer,
     transfer_state,
     vllm_drafts,
+    vllm_experts,
     vllm_norms,
+    vllm_routing,
     weight_quant_matmul,
 )
 from .errors import DeviceFault, KernelError, KernelNotCovered, OpRefused, Rule
@@ -90,7 +92,7 @@ _MODULES: tuple[Any, ...] = (
         moe_combine_norm,
     ),
     *(gated_delta, chunk_delta, causal_conv),
-    *(lora, mla_preprocess, vllm_norms, vllm_drafts),
+    *(lora, mla_preprocess, vllm_norms, vllm_drafts, vllm_routing, vllm_experts),
 )
 REGISTRY: dict[str, Callable[..., Any]] = {
     name: kernel for module in _MODULES for name, kernel in module.KERNELS.items()
