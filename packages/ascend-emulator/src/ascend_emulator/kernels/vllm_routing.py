@@ -6,7 +6,7 @@ This module owns the ops' definitions (torch_npu has none). They are builds of o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -117,6 +117,7 @@ def _routing_meta(x: torch.Tensor, expert_idx: torch.Tensor, **options: Any) -> 
     )
 
 
-for _schema, _meta in zip(SCHEMAS, (_gating_meta, _routing_meta), strict=True):
+_METAS: tuple[Callable[..., Any], ...] = (_gating_meta, _routing_meta)
+for _schema, _meta in zip(SCHEMAS, _METAS, strict=True):
     define(_schema, "_C_ascend", _meta)
 KERNELS = {OP_GATING: moe_gating_top_k, OP_ROUTING: npu_moe_init_routing_custom}
