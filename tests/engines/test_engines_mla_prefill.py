@@ -7,7 +7,6 @@ the latents by the model's projection, which is the tests' here.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch

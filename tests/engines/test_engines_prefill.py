@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ascend_emulator.kernels import OpRefused
-from engines_attention import KV_HEADS, NPU, PAGE, Q_HEADS, World
+from engines_attention import NPU, PAGE, Q_HEADS, World
 from engines_reference import attend
 from sglang.srt.hardware_backend.npu.attention import ascend_backend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
