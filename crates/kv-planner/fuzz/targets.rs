@@ -48,7 +48,7 @@ impl Bytes<'_> {
         if self.byte() > 250 {
             axes[0] = axes[1];
         }
-        ComponentSpec {
+        let mut spec = ComponentSpec {
             component: self.pick(Component::ALL),
             part: self.pick(Part::ALL),
             layer_ids: self.list(4, Bytes::number),
@@ -57,8 +57,21 @@ impl Bytes<'_> {
             dims: self.number(),
             axes,
             item_kind: self.pick(&[ItemKind::Page, ItemKind::Page, ItemKind::RequestRow, ItemKind::Token]),
-            compression: if self.byte() > 230 { self.number() } else { 1 },
+            compression: 1,
+            rows: 1,
+            groups: Vec::new(),
+        };
+        match self.byte() {
+            231.. => spec.compression = self.number(),
+            216.. => spec.rows = self.number(),
+            201.. => {
+                spec.groups = self.list(3, |own| 1 + own.below(3));
+                spec.dims = spec.groups.iter().sum();
+                spec.item_kind = ItemKind::RequestRow;
+            }
+            _ => {}
         }
+        spec
     }
 
     fn layout(&mut self) -> ModelLayout {

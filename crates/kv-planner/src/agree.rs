@@ -264,6 +264,11 @@ fn compare_specs(
     differ(found, format!("{name}.dims"), mine.dims, other.dims, lengths.as_str(), same);
     let ratio = "an entry of one side stands for other tokens than the other's";
     differ(found, format!("{name}.compression"), mine.compression, other.compression, ratio, same);
+    let window = "a state of one side has another window, so its rows would be misread";
+    differ(found, format!("{name}.rows"), mine.rows, other.rows, window, same);
+    let spell = |spec: &ComponentSpec| spec.groups.iter().map(u64::to_string).collect::<Vec<_>>().join(" + ");
+    let beside = "groups that are sharded one by one begin elsewhere, so heads would be mixed";
+    differ(found, format!("{name}.groups"), spell(mine), spell(other), beside, same);
     let unit = "indices of one side count other things than the other's";
     differ(found, format!("{name}.item_kind"), mine.item_kind.as_str(), other.item_kind.as_str(), unit, same);
     if mine.axes != other.axes && !same_byte_order(local, remote, mine, other) {

@@ -45,8 +45,15 @@ impl Describe for ComponentSpec {
         let axes = self.axes.map(|axis| axis.as_str()).join(" × ");
         let ratio =
             if self.compression == 1 { String::new() } else { format!(", one entry for {} tokens", self.compression) };
+        let rows = if self.rows == 1 { String::new() } else { format!(", {} rows", self.rows) };
+        let groups: Vec<String> = self.groups.iter().map(u64::to_string).collect();
+        let groups = if groups.is_empty() {
+            String::new()
+        } else {
+            format!(", in groups of {} elements of every head, side by side", groups.join(" + "))
+        };
         format!(
-            "{} on layers {}: {} of {} {} elements, a {} is {axes}{ratio}",
+            "{} on layers {}: {} of {} {} elements, a {} is {axes}{ratio}{rows}{groups}",
             self.name(),
             id_list(&self.layer_ids),
             counted(self.total_heads, "head", "heads"),

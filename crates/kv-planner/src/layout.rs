@@ -13,8 +13,10 @@ use crate::words::{Axis, Component, DType, ItemKind, Part};
 ///
 /// Invariants: 1. at least one layer id; 2. heads and dims are positive;
 /// 3. `axes` names token, head and dim once each; 4. the compression is 1 or more, 1
-/// where items are no pages, and the one of the component's name. A layer id that stands k times
-/// means k buffers, told apart by their occurrence 0..k.
+/// where items are no pages, and the one of the component's name; 5. several rows and
+/// groups are those of request rows; groups add up to the dims, and the head axis is
+/// outside the dim axis. A layer id that stands k times means k buffers, told apart by
+/// their occurrence 0..k.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ComponentSpec {
@@ -37,6 +39,13 @@ pub struct ComponentSpec {
     /// Tokens that one entry of a page stands for; 1 without compression.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub compression: u64,
+    /// Entries along the token axis of a request's row, such as the window of a convolution.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub rows: u64,
+    /// Dims of groups that lie side by side, each with all its heads, and are sharded one by one: an
+    /// axis just outside the head axis. None where a head's dims lie together.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub groups: Vec<u64>,
 }
 
 fn one() -> u64 {
@@ -66,11 +75,12 @@ impl ComponentSpec {
         counts
     }
 
-    /// Entries along the token axis of one item: token slots, or fewer where entries are compressed.
+    /// Entries along the token axis of one item: token slots, fewer where entries are compressed, or a state's rows.
     pub fn tokens(&self, page_size: u64) -> u64 {
         match self.item_kind {
             ItemKind::Page => page_size / self.compression.max(1),
-            ItemKind::RequestRow | ItemKind::Token => 1,
+            ItemKind::RequestRow => self.rows,
+            ItemKind::Token => 1,
         }
     }
 
@@ -83,7 +93,7 @@ impl ComponentSpec {
     pub fn byte_order(&self, page_size: u64, heads: u64) -> Vec<Axis> {
         let extent = |axis: &Axis| match axis {
             Axis::Token => self.tokens(page_size),
-            Axis::Head => heads,
+            Axis::Head => heads.max(self.groups.len() as u64),
             Axis::Dim => self.dims,
         };
         self.axes.iter().copied().filter(|axis| extent(axis) > 1).collect()
@@ -135,7 +145,45 @@ impl ComponentSpec {
                 "give item_kind 'page', or no compression",
             ));
         }
+        self.validate_rows(&name)?;
         self.item_bytes(self.compression, self.total_heads).map(|_| ())
+    }
+
+    fn validate_rows(&self, name: &str) -> Result<()> {
+        if self.rows == 0 {
+            return Err(invalid(format!("{name}.rows"), 0u64, "an item would have no bytes", "give 1 or more"));
+        }
+        if (self.rows > 1 || !self.groups.is_empty()) && self.item_kind != ItemKind::RequestRow {
+            return Err(PlanError::new(
+                ErrorKind::LayoutError,
+                format!("{name}.item_kind"),
+                self.item_kind.as_str(),
+                ItemKind::RequestRow.as_str(),
+                "only a request's row has rows and groups of its own; a page has its tokens",
+                "give item_kind 'request_row', or neither rows nor groups",
+            ));
+        }
+        let sum = self.groups.iter().try_fold(0u64, |sum, dims| sum.checked_add(*dims));
+        if !self.groups.is_empty() && (sum != Some(self.dims) || self.groups.contains(&0)) {
+            return Err(PlanError::new(
+                ErrorKind::LayoutError,
+                format!("{name}.groups"),
+                self.groups.iter().map(u64::to_string).collect::<Vec<_>>().join(" + "),
+                self.dims,
+                "the groups do not make up a head, so bytes would be left out or sent twice",
+                "give dims, each 1 or more, that add up to the head's",
+            ));
+        }
+        let place = |axis: Axis| self.axes.iter().position(|own| *own == axis);
+        if !self.groups.is_empty() && place(Axis::Dim) < place(Axis::Head) {
+            return Err(invalid(
+                format!("{name}.axes"),
+                self.axes.map(|axis| axis.as_str()).join(", "),
+                "groups lie side by side, each with all its heads, which needs the heads outside the dims",
+                "name head before dim, or give no groups",
+            ));
+        }
+        Ok(())
     }
 }
 

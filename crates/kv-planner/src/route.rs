@@ -161,8 +161,11 @@ impl Route {
             let specs =
                 (source.layout.spec(from.component, from.part)?, destination.layout.spec(to.component, to.part)?);
             let pages = (source.layout.page_size, destination.layout.page_size);
+            let alike = from.head_range == to.head_range;
             for heads in share(name, from, to, specs.0.total_heads, common) {
-                pairs.push(pair((source_entry, from), (destination_entry, to), specs, pages, heads)?);
+                for dims in parts_of(specs.0, alike && heads == from.head_range) {
+                    pairs.push(pair((source_entry, from), (destination_entry, to), specs, pages, heads, dims)?);
+                }
             }
         }
         Route::from_pairs(source, destination, pairs.into(), 1)
@@ -313,29 +316,51 @@ struct Inside {
     row_stride: u64,
 }
 
-fn inside(spec: &ComponentSpec, page_size: u64, entry_heads: u64, heads: HeadRange) -> Result<Inside> {
-    let extent = |axis: &Axis| match axis {
-        Axis::Token => spec.tokens(page_size),
-        Axis::Dim => spec.dims,
-        Axis::Head => 1,
-    };
+/// Dims of a head that lie together: those before them, and their number.
+type Dims = (u64, u64);
+
+fn inside(
+    spec: &ComponentSpec,
+    page_size: u64,
+    entry_heads: u64,
+    heads: HeadRange,
+    (before, dims): Dims,
+) -> Result<Inside> {
     let mut outer = vec![1];
     let mut inner = vec![spec.dtype.itemsize()];
     let mut passed = false;
+    let mut own = (0, 1, 1);
     for axis in &spec.axes {
         match axis {
             Axis::Head => passed = true,
-            other if passed => inner.push(extent(other)),
-            other => outer.push(extent(other)),
+            Axis::Token if passed => inner.push(spec.tokens(page_size)),
+            Axis::Token => outer.push(spec.tokens(page_size)),
+            Axis::Dim if passed => own = (before, dims, spec.dims),
+            Axis::Dim => outer.push(spec.dims),
         }
     }
-    let (rows, per_head) = (address::product(&outer)?, address::product(&inner)?);
+    let (before, dims, all) = own;
+    let (rows, per_dim) = (address::product(&outer)?, address::product(&inner)?);
+    let skipped = address::at(address::product(&[before, entry_heads])?, heads.0, dims, 0)?;
     Ok(Inside {
         rows,
-        row_bytes: address::product(&[per_head, heads.1 - heads.0])?,
-        offset: address::product(&[per_head, heads.0])?,
-        row_stride: address::product(&[per_head, entry_heads])?,
+        row_bytes: address::product(&[per_dim, dims, heads.1 - heads.0])?,
+        offset: address::product(&[per_dim, skipped])?,
+        row_stride: address::product(&[per_dim, all, entry_heads])?,
     })
+}
+
+/// Dims that are sent together: all of a head, or group by group where the two entries hold other heads.
+fn parts_of(spec: &ComponentSpec, alike: bool) -> Vec<Dims> {
+    if alike || spec.groups.is_empty() {
+        return vec![(0, spec.dims)];
+    }
+    let mut before = 0;
+    let part = |dims: &u64| {
+        before += dims;
+        (before - dims, *dims)
+    };
+    spec.groups.iter().map(part).collect()
 }
 
 fn pair(
@@ -344,11 +369,12 @@ fn pair(
     specs: (&ComponentSpec, &ComponentSpec),
     pages: (u64, u64),
     heads: HeadRange,
+    dims: Dims,
 ) -> Result<RoutePair> {
     let relative = |entry: &BufferEntry| (heads.0 - entry.head_range.0, heads.1 - entry.head_range.0);
     let (source_heads, destination_heads) = (relative(from), relative(to));
-    let a = inside(specs.0, pages.0, from.heads(), source_heads)?;
-    let b = inside(specs.1, pages.1, to.heads(), destination_heads)?;
+    let a = inside(specs.0, pages.0, from.heads(), source_heads, dims)?;
+    let b = inside(specs.1, pages.1, to.heads(), destination_heads, dims)?;
     let contiguous = a.rows == 1 || (a.row_stride == a.row_bytes && b.row_stride == b.row_bytes);
     let (rows, row_bytes) =
         if contiguous { (1, address::product(&[a.rows, a.row_bytes])?) } else { (a.rows, a.row_bytes) };

@@ -17,6 +17,8 @@ fn spec(component: Component, part: Part, layer_ids: &[u64]) -> ComponentSpec {
         axes: [Axis::Token, Axis::Head, Axis::Dim],
         item_kind: ItemKind::Page,
         compression: 1,
+        rows: 1,
+        groups: vec![],
     }
 }
 

@@ -143,6 +143,8 @@ fn rank_of(
         axes,
         item_kind: ItemKind::Page,
         compression: 1,
+        rows: 1,
+        groups: vec![],
     };
     let layout = ModelLayout {
         components: vec![spec],

@@ -17,6 +17,8 @@ fn spec(component: Component, layer_ids: &[u64], total_heads: u64) -> ComponentS
         axes: [Axis::Token, Axis::Head, Axis::Dim],
         item_kind: ItemKind::Page,
         compression: 1,
+        rows: 1,
+        groups: vec![],
     }
 }
 

@@ -30,6 +30,8 @@ fn spec(part: Part) -> impl Strategy<Value = ComponentSpec> {
         axes: [Axis::Token, Axis::Head, Axis::Dim],
         item_kind: ItemKind::Page,
         compression: 1,
+        rows: 1,
+        groups: vec![],
     })
 }
 
@@ -177,6 +179,8 @@ fn an_empty_plan_of_large_items_needs_no_memory() {
         axes: [Axis::Token, Axis::Head, Axis::Dim],
         item_kind: ItemKind::Page,
         compression: 1,
+        rows: 1,
+        groups: vec![],
     };
     let layout = ModelLayout {
         components: vec![spec],

@@ -17,6 +17,8 @@ fn layout(total_heads: u64) -> Arc<ModelLayout> {
         axes: [Axis::Token, Axis::Head, Axis::Dim],
         item_kind: ItemKind::Page,
         compression: 1,
+        rows: 1,
+        groups: vec![],
     };
     let layout = ModelLayout {
         components: vec![spec],

@@ -185,6 +185,8 @@ fn offsets() {
             axes: [Axis::Token, Axis::Head, Axis::Dim],
             item_kind: ItemKind::Page,
             compression: 1,
+            rows: 1,
+            groups: vec![],
         };
         let layout = ModelLayout {
             components: vec![spec],

@@ -28,9 +28,13 @@ pub fn word_tuple<'py>(py: Python<'py>, words: impl Iterator<Item = &'static str
 ///     axes: Order of the axes inside an item, outermost first.
 ///     item_kind: What an index of the buffers counts.
 ///     compression: Tokens that one entry of a page stands for; "latent_c4" has 4 and "latent_c128" 128.
+///     rows: Entries along the token axis of a request's row, such as the window of a convolution; 1 for other items.
+///     groups: Dims of groups that lie side by side, each with all heads of the rank, and are sharded one by one: an axis
+///         just outside the head axis. They add up to `dims`; request rows only.
 ///
 /// Raises:
-///     LayoutError: An invariant fails: no layer, no head, no dim, an axis named twice, or an impossible compression.
+///     LayoutError: An invariant fails: no layer, no head, no dim, an axis named twice, an impossible compression, or rows or
+///         groups that do not fit.
 ///     ArgumentError: A word is not of its vocabulary, or a number is none.
 #[pyclass(frozen, eq, hash, module = "kv_planner", name = "ComponentSpec")]
 #[derive(PartialEq, Eq, Hash)]
@@ -40,8 +44,8 @@ pub struct PyComponentSpec(pub ComponentSpec);
 impl PyComponentSpec {
     #[new]
     #[pyo3(
-        signature = (component, part="target", *, layer_ids, dtype, total_heads, dims, axes=None, item_kind="page", compression=None),
-        text_signature = "(component, part='target', *, layer_ids, dtype, total_heads, dims, axes=('token', 'head', 'dim'), item_kind='page', compression=1)"
+        signature = (component, part="target", *, layer_ids, dtype, total_heads, dims, axes=None, item_kind="page", compression=None, rows=None, groups=None),
+        text_signature = "(component, part='target', *, layer_ids, dtype, total_heads, dims, axes=('token', 'head', 'dim'), item_kind='page', compression=1, rows=1, groups=())"
     )]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -54,6 +58,8 @@ impl PyComponentSpec {
         axes: Option<&Bound<'_, PyAny>>,
         item_kind: &str,
         compression: Option<&Bound<'_, PyAny>>,
+        rows: Option<&Bound<'_, PyAny>>,
+        groups: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let axes = match axes {
             None => [Axis::Token, Axis::Head, Axis::Dim],
@@ -72,6 +78,8 @@ impl PyComponentSpec {
             axes,
             item_kind: ItemKind::parse(item_kind).or_raise()?,
             compression: count_or("compression", compression, 1)?,
+            rows: count_or("rows", rows, 1)?,
+            groups: groups.map_or(Ok(Vec::new()), |given| counts("groups", given))?,
         };
         guarded(|| spec.validate())?;
         Ok(PyComponentSpec(spec))
@@ -122,6 +130,16 @@ impl PyComponentSpec {
         self.0.compression
     }
 
+    #[getter]
+    fn rows(&self) -> u64 {
+        self.0.rows
+    }
+
+    #[getter]
+    fn groups<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.0.groups)
+    }
+
     /// Says in plain words what this is: a line, and more lines where it has parts.
     fn describe(&self) -> String {
         self.0.describe()
@@ -130,7 +148,7 @@ impl PyComponentSpec {
     fn __repr__(&self) -> String {
         let spec = &self.0;
         format!(
-            "ComponentSpec('{}', '{}', layer_ids={:?}, dtype='{}', total_heads={}, dims={}, axes=('{}', '{}', '{}'), item_kind='{}', compression={})",
+            "ComponentSpec('{}', '{}', layer_ids={:?}, dtype='{}', total_heads={}, dims={}, axes=('{}', '{}', '{}'), item_kind='{}', compression={}, rows={}, groups={:?})",
             spec.component,
             spec.part,
             spec.layer_ids,
@@ -141,7 +159,9 @@ impl PyComponentSpec {
             spec.axes[1],
             spec.axes[2],
             spec.item_kind,
-            spec.compression
+            spec.compression,
+            spec.rows,
+            spec.groups
         )
     }
 }

@@ -72,6 +72,22 @@ def test_surplus_replicas_are_idle() -> None:
     assert "prefill ranks without a transfer: 1 (" in found.text() and "3 (" in found.text()
 
 
+def test_states_are_counted_once_a_request() -> None:
+    """A convolution's window of three rows, in groups of 1 + 1 + 2 elements a head, over two and four ranks."""
+    conv = {
+        "component": "state", "layers": "0..2", "dtype": "uint8", "item_kind": "request_row", "total_heads": 8,
+        "dims": 4, "rows": 3, "groups": [1, 1, 2],
+    }  # fmt: skip
+    found = report(described([conv], {"tensor": 2}), described([conv], {"tensor": 4}), pages=10)
+    assert [(own.source, own.destination) for own in found.transfers] == [(0, 0), (0, 1), (1, 2), (1, 3)]
+    for own in found.transfers:
+        assert (own.bytes_per_page, own.bytes_per_request, own.bytes) == (0, 3 * 3 * 2 * 4, 3 * 3 * 2 * 4)
+        assert own.blocks_joined == own.blocks_scattered == 3 * 3 * 3  # layers, rows, groups
+    assert "72 bytes of states a request" in found.text()
+    other = report(described([conv]), described([{**conv, "rows": 10, "groups": [2, 2]}]))
+    assert [reason.field for reason in other.differences] == ["state/target.rows", "state/target.groups"]
+
+
 def test_ranks_that_share_tokens() -> None:
     mla: list[dict[str, Any]] = [
         {"component": "latent", "layers": "0..3"},

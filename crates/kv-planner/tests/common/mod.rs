@@ -77,6 +77,8 @@ pub fn layout(dice: &mut Dice, components: &[Component], draft: bool) -> Arc<Mod
                 axes: dice.pick(&orders),
                 item_kind: ItemKind::Page,
                 compression: dice.pick(&[1, 1, 2]),
+                rows: 1,
+                groups: vec![],
             });
         }
     }

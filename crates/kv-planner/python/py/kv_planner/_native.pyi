@@ -93,6 +93,8 @@ class ComponentSpec:
         axes: Sequence[Axis] = ("token", "head", "dim"),
         item_kind: ItemKind = "page",
         compression: int = 1,
+        rows: int = 1,
+        groups: Sequence[int] = (),
     ) -> ComponentSpec: ...
     @property
     def component(self) -> Component: ...
@@ -112,6 +114,10 @@ class ComponentSpec:
     def item_kind(self) -> ItemKind: ...
     @property
     def compression(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def groups(self) -> tuple[int, ...]: ...
 
 @final
 class ModelLayout:

@@ -66,7 +66,7 @@ def _heads(total: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
 
 
 def _tokens(layout: ModelLayout, spec: ComponentSpec) -> int:
-    return layout.page_size // spec.compression if spec.item_kind == "page" else 1
+    return layout.page_size // spec.compression if spec.item_kind == "page" else spec.rows
 
 
 def build_rank(
@@ -167,10 +167,16 @@ def label_bytes(manifest: RankManifest) -> dict[int, Label]:
 def _item_labels(layout: ModelLayout, entry: BufferEntry) -> Iterator[tuple[int, Label]]:
     spec = layout.spec(entry.component, entry.part)
     start, stop = entry.head_range
-    extents = {"token": _tokens(layout, spec), "head": stop - start, "dim": spec.dims}
+    extents = {"token": _tokens(layout, spec), "head": stop - start, "dim": spec.dims, "group": len(spec.groups)}
+    axes: list[str] = list(spec.axes)
+    if spec.groups:
+        axes.insert(axes.index("head"), "group")
     offset = 0
-    for index in itertools.product(*(range(extents[axis]) for axis in spec.axes)):
-        at = dict(zip(spec.axes, index, strict=True))
+    for index in itertools.product(*(range(extents[axis]) for axis in axes)):
+        at = dict(zip(axes, index, strict=True))
+        first = sum(spec.groups[: at.get("group", 0)])
+        if spec.groups and not first <= at["dim"] < first + spec.groups[at["group"]]:
+            continue
         for byte in range(_ITEMSIZE[spec.dtype]):
             name = (entry.component, entry.part, entry.layer_id, entry.occurrence)
             yield offset, Label(*name, 0, at["token"], at["head"] + start, at["dim"], byte)

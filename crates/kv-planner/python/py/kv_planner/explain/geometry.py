@@ -62,6 +62,8 @@ class Component(_Strict):
     axes: list[kp.Axis] = Field(default=["token", "head", "dim"], min_length=3, max_length=3)
     item_kind: kp.ItemKind = "page"
     compression: int = Field(default=1, ge=1)
+    rows: int = Field(default=1, ge=1)
+    groups: list[int] = []
 
 
 class Model(_Strict):
@@ -118,6 +120,8 @@ class Deployment(_Strict):
                 axes=own.axes,
                 item_kind=own.item_kind,
                 compression=own.compression,
+                rows=own.rows,
+                groups=own.groups,
             )
             for own in self.model.components
         ]
