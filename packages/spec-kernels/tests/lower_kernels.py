@@ -66,7 +66,8 @@ def to_ascend(kernel: Any, types: dict[str, str], fixed: dict[str, Any]) -> None
     options = compiler.NPUOptions()
     context = ir.context()
     ir.load_dialects(context)
-    module = ASTSource(kernel, types, fixed).make_ir(options, {}, {}, context)
+    functions = {"min_dot_size": compiler.min_dot_size(None)}
+    module = ASTSource(kernel, types, fixed).make_ir(options, functions, {}, context)
     metadata = {**vars(options), "hash": kernel.__name__}
     lowered = compiler.ttir_to_linalg(compiler.make_ttir(module, metadata, options), metadata, options)
     assert "func.func" in lowered
@@ -87,7 +88,7 @@ def watch(lower: Callable[..., None]) -> tuple[set[str], list[str]]:
         try:
             lower(kernel, types, fixed)
         except Exception as error:
-            failed.append(f"{kernel.__name__}: {error}")
+            failed.append(f"{kernel.__name__}: {error} {getattr(error, 'stderr', b'')!r}")
             raise
 
     JITFunction.run = run
@@ -148,6 +149,7 @@ def call_all() -> None:
     sk.wide_row_softmax(one(3, 9000), **on)
     sk.wide_row_softmax(half(3, 9000), temperatures=one(3), **on)
     sk.prepare_block(table, row, row, row, block=4, mask_token=7, **on)
+    sk.accept_chain(i64(5, 4), i64(5, 4), **on)
     sk.accept_block(i64(5, 4), i64(5, 4), row, **on)
     for bias, silu in ((None, False), (half(6), True)):
         sk.causal_conv1d_update(half(5, 6, 2), half(8, 6, 4), half(6, 3), row, bias=bias, silu=silu, **on)
@@ -163,12 +165,38 @@ def call_all() -> None:
         sk.fill_draft_extend_buffers(buffers, given, bs=3, width=4, seq_len_fill=0, **on)
 
 
+def call_attention() -> None:
+    """Attention with each of its fixed options."""
+
+    def run(q_lens: list[int], dims: tuple[int, int, int], dtype: torch.dtype, tiled: bool, **options: Any) -> None:
+        def cache(width: int) -> torch.Tensor:
+            return torch.zeros((9, 1, width // 16, 16, 16) if tiled else (9, 16, 1, width), dtype=dtype)
+
+        metadata = sk.build_paged_metadata([[1, 2], [3, 4]], q_lens, [31, 20], page_size=16, columns=3)
+        uniform = q_lens[0] == q_lens[1]
+        shape = (2, q_lens[0], 3) if uniform else (sum(q_lens), 3)
+        if options.pop("masked", False):
+            hidden = torch.zeros(2, q_lens[0], 48, dtype=torch.bool)
+            metadata = replace(metadata, mask=hidden)
+        if dims[2]:
+            options |= {"query_rope": torch.zeros(*shape, dims[2], dtype=dtype), "key_rope_cache": cache(dims[2])}
+        attend = sk.paged_attention if uniform else sk.ragged_paged_attention
+        query = torch.zeros(*shape, dims[0], dtype=dtype)
+        attend(query, cache(dims[0]), cache(dims[1]), metadata, scale=0.5, page_size=16, backend="triton", **options)
+
+    run([1, 1], (64, 64, 0), torch.float16, False, window=4, sinks=torch.zeros(3))
+    run([4, 4], (192, 128, 0), torch.float32, False, causal=False, masked=True)
+    run([5, 2], (128, 128, 0), torch.float16, False)
+    run([3, 3], (512, 512, 64), torch.float16, True)
+
+
 def main() -> None:
     """Compile all, and say which."""
     wanted = kernels()
     done, failed = watch({"cuda": to_cuda, "ascend": to_ascend}[sys.argv[1]])
     os.environ["TRITON_INTERPRET"] = "1"  # makes the backend eligible for host memory
     call_all()
+    call_attention()
     print(*sorted(done), sep="\n")
     missing = sorted(wanted - done)
     sys.exit(f"failed: {failed}, not reached: {missing}" if failed or missing else 0)

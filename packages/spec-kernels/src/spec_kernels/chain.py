@@ -65,8 +65,12 @@ def accept_chain(
     _check(candidates, target_predict, num_drafts)
     if num_drafts is None:
         num_drafts = torch.full_like(candidates[:, 0], candidates.shape[1] - 1)
-    run = load("accept_chain", choose("accept_chain", candidates.device, backend))
-    correct, bonus = run(candidates, target_predict, num_drafts)
+    bs, device = int(candidates.shape[0]), candidates.device
+    correct = torch.empty((bs,), dtype=torch.int32, device=device)
+    bonus = torch.empty((bs,), dtype=target_predict.dtype, device=device)
+    chosen = choose("accept_chain", device, backend)
+    if bs:
+        load("accept_chain", chosen)(candidates, target_predict, num_drafts, correct, bonus)
     return ChainAccept(correct, bonus)
 
 

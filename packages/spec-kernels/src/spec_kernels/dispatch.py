@@ -58,7 +58,7 @@ _OPS: dict[str, dict[BackendName, _Backend]] = {
         "native": _Backend("spec_kernels.native.moe:run"),
         "npu": _Backend("spec_kernels.npu.moe:run", ("npu",), torch_npu="2.12.0"),
     },
-    "accept_chain": {"native": _Backend("spec_kernels.native.chain:run")},
+    **_family("chain", "accept_chain"),
     "fill_draft_extend_buffers": {
         "native": _Backend("spec_kernels.native.draft_extend:run"),
         "triton": _Backend("spec_kernels.triton.draft_extend:run", triton="3.2.0"),
@@ -77,6 +77,18 @@ _OPS: dict[str, dict[BackendName, _Backend]] = {
     **_family("trees", "build_chain_tree", "build_tree", "full_tree_mask", "verify_tree_greedy"),
     **_family("sampling", "sample_chain", "sample_tree"),
 }
+
+_NO_OPERATOR = "neither torch_npu nor sgl_kernel_npu has an operator of this contract"
+_ABSENT: dict[tuple[str, BackendName], str] = {
+    ("expert_parallel_moe", "triton"): "ranks exchange messages between its products, which a kernel cannot",
+    ("uniform_cache_locs", "npu"): "sgl_kernel_npu's cache_loc_update holds 16 positions a row and faults on overruns",
+    ("extend_cache_locs", "npu"): "sgl_kernel_npu's cache_loc_update holds 16 positions a row and faults on overruns",
+    ("build_tree", "npu"): "sgl_kernel_npu's operator does not end on a tree with an orphan",
+    ("verify_tree_greedy", "npu"): "sgl_kernel_npu's kernel follows the chain only, not siblings",
+    ("sample_chain", "npu"): "sgl_kernel_npu's kernel accepts drafts of q = 0 and gives garbage for NaN",
+    ("causal_conv1d_update", "npu"): "sgl_kernel_npu's operator takes kernels of 2 to 4, in 16 bits, channels last",
+}
+"""Why an op has no version on a backend; others without an entry have no operator to call."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +162,7 @@ def backends(
             remedy="check the name",
         )
     device_type = _device_type(device)
-    return BackendTable(BackendStatus(op, name, _reason(table.get(name), device_type, have)) for name in _PREFERENCE)
+    return BackendTable(BackendStatus(op, name, _reason(op, name, device_type, have)) for name in _PREFERENCE)
 
 
 def choose(
@@ -204,9 +216,10 @@ def load(op: str, backend: BackendName) -> Any:
     return getattr(import_module(module), attribute)
 
 
-def _reason(entry: _Backend | None, device_type: str, have: Capabilities) -> str | None:
+def _reason(op: str, backend: BackendName, device_type: str, have: Capabilities) -> str | None:
+    entry = _OPS[op].get(backend)
     if entry is None:
-        return "not in this version"
+        return _ABSENT.get((op, backend), _NO_OPERATOR)
     if entry.device_types is not None and device_type not in entry.device_types:
         return f"serves {' and '.join(entry.device_types)} only"
     if entry.triton is not None:
@@ -221,6 +234,8 @@ def _reason(entry: _Backend | None, device_type: str, have: Capabilities) -> str
 
 def _triton_reason(least: str, device_type: str, have: Capabilities) -> str | None:
     version, package = (have.triton_ascend, "triton-ascend") if device_type == "npu" else (have.triton, "triton")
+    if device_type == "cpu":  # either brings the interpreter
+        version = have.triton or have.triton_ascend
     if version is None:
         return f"{package} is not installed"
     if parse_version(version) < parse_version(least):

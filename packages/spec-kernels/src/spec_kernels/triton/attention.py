@@ -29,7 +29,7 @@ _LEAST, _MOST = 16, 64
 
 @triton.jit
 def _keys_at(page, offset, dim, kv_head, kv_heads, page_size, DIMS: tl.constexpr, TILED: tl.constexpr):
-    """Where dims (rows) of tokens (columns) of one page lie; pieces of 16 dims in tiled caches."""
+    """Where dims (columns) of tokens (rows) of one page lie; pieces of 16 dims in tiled caches."""
     if TILED:
         piece = (page * kv_heads + kv_head) * (DIMS // 16) + dim // 16
         return (piece * page_size + offset) * 16 + dim % 16
@@ -39,28 +39,26 @@ def _keys_at(page, offset, dim, kv_head, kv_heads, page_size, DIMS: tl.constexpr
 @triton.jit
 def _attention_kernel(
     query, query_rope, key, value, key_rope, table, mask, sinks, out, starts, q_lens, kv_lens,
-    rows, blocks, pages, columns, heads, kv_heads, page_size, scale, window, mask_row, mask_query, mask_token,
+    rows, blocks, tokens, pages, columns, group, kv_heads, page_size, scale, window, mask_row, mask_query, mask_token,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, SINKS: tl.constexpr, TILED: tl.constexpr,
     DIMS: tl.constexpr, VALUE_DIMS: tl.constexpr, ROPE: tl.constexpr, DIM_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr, ROPE_TILE: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     COMPUTE: tl.constexpr = tl.float64 if WIDE else tl.float32
-    group = heads // kv_heads
     dim = tl.arange(0, DIM_TILE).to(tl.int64)
     value_dim = tl.arange(0, VALUE_TILE).to(tl.int64)
     rope_dim = tl.arange(0, ROPE_TILE).to(tl.int64)
     for work in range(tl.program_id(0), rows * kv_heads * blocks, tl.num_programs(0)):
         block = work % blocks
-        kv_head = (work // blocks) % kv_heads
+        kv_head = tl.full((), (work // blocks) % kv_heads, tl.int64)
         row = tl.full((), work // (blocks * kv_heads), tl.int64)
         q_len = tl.load(q_lens + row)
         kv_len = tl.load(kv_lens + row)
         if (kv_len > 0) & (block * BLOCK < q_len * group):
             each = block * BLOCK + tl.arange(0, BLOCK)
             token = each // group
-            head = kv_head * group + each % group
-            live = token < q_len
-            place = (tl.load(starts + row) + token).to(tl.int64) * heads + head
+            live = each < q_len * group
+            place = (kv_head * tokens + tl.load(starts + row)) * group + each
             inside = live[:, None] & (dim < DIMS)[None, :]
             vector = tl.load(query + place[:, None] * DIMS + dim[None, :], mask=inside, other=0.0).to(COMPUTE) * scale
             if ROPE:
@@ -78,7 +76,7 @@ def _attention_kernel(
             top = tl.full((BLOCK,), float("-inf"), COMPUTE)
             total = tl.zeros((BLOCK,), COMPUTE)
             if SINKS:
-                top = tl.load(sinks + head, mask=live, other=0.0).to(COMPUTE)
+                top = tl.load(sinks + kv_head * group + each % group, mask=live, other=0.0).to(COMPUTE)
                 total = tl.full((BLOCK,), 1.0, COMPUTE)
             seen = tl.zeros((BLOCK,), tl.int32)
             gathered = tl.zeros((BLOCK, VALUE_TILE), COMPUTE)
@@ -87,15 +85,16 @@ def _attention_kernel(
                 offset = (piece % parts) * KEYS + tl.arange(0, KEYS)
                 position = (piece // parts) * page_size + offset
                 page = tl.load(table + row * columns + piece // parts).to(tl.int64)
-                here = (offset < page_size) & (position < end) & (page >= 0) & (page < pages)
-                deep = offset.to(tl.int64)
-                at = _keys_at(page, deep[None, :], dim[:, None], kv_head, kv_heads, page_size, DIMS, TILED)
-                keys = tl.load(key + at, mask=here[None, :] & (dim < DIMS)[:, None], other=0.0).to(COMPUTE)
-                scores = tl.dot(vector, keys, input_precision="ieee", out_dtype=COMPUTE)
+                limit = tl.minimum(page_size, end - (piece // parts) * page_size)
+                here = offset < tl.where((page >= 0) & (page < pages), limit, 0)
+                deep = offset.to(tl.int64)[:, None]
+                at = _keys_at(page, deep, dim[None, :], kv_head, kv_heads, page_size, DIMS, TILED)
+                keys = tl.load(key + at, mask=here[:, None] & (dim < DIMS)[None, :], other=0.0).to(COMPUTE)
+                scores = tl.dot(vector, tl.trans(keys), input_precision="ieee", out_dtype=COMPUTE)
                 if ROPE:
-                    at = _keys_at(page, deep[None, :], rope_dim[:, None], kv_head, kv_heads, page_size, ROPE, TILED)
-                    keys = tl.load(key_rope + at, mask=here[None, :] & (rope_dim < ROPE)[:, None], other=0.0)
-                    scores += tl.dot(turned, keys.to(COMPUTE), input_precision="ieee", out_dtype=COMPUTE)
+                    at = _keys_at(page, deep, rope_dim[None, :], kv_head, kv_heads, page_size, ROPE, TILED)
+                    keys = tl.load(key_rope + at, mask=here[:, None] & (rope_dim < ROPE)[None, :], other=0.0)
+                    scores += tl.dot(turned, tl.trans(keys.to(COMPUTE)), input_precision="ieee", out_dtype=COMPUTE)
                 visible = here[None, :] & (position[None, :] <= last[:, None])
                 if WINDOWED:
                     visible = visible & (position[None, :] > last[:, None] - window)
@@ -109,7 +108,7 @@ def _attention_kernel(
                 base = tl.where(higher == float("-inf"), 0.0, higher)
                 weights = tl.where(visible, tl.exp(scores - base[:, None]), 0.0)
                 kept = tl.exp(top - base)
-                at = _keys_at(page, deep[:, None], value_dim[None, :], kv_head, kv_heads, page_size, VALUE_DIMS, TILED)
+                at = _keys_at(page, deep, value_dim[None, :], kv_head, kv_heads, page_size, VALUE_DIMS, TILED)
                 values = tl.load(value + at, mask=here[:, None] & (value_dim < VALUE_DIMS)[None, :], other=0.0)
                 found = tl.dot(weights, values.to(COMPUTE), input_precision="ieee", out_dtype=COMPUTE)
                 gathered = gathered * kept[:, None] + found
@@ -144,10 +143,10 @@ def paged_attention(
     columns = block_table.shape[1]
     for q_len, kv_len in zip(q_lens, kv_lens, strict=True):
         check_kv_lens([kv_len], columns=columns, page_size=sizes.page_size, q_len=q_len)
-    out = query.new_zeros((*query.shape[:-1], values.dims))
+    shape = (*query.shape[:-1], values.dims)
     rows, longest = len(q_lens), max(q_lens, default=0)
-    if not longest or not any(kv_lens) or not out.numel():
-        return out
+    if not longest or not any(kv_lens) or not query.shape[-2]:
+        return query.new_zeros(shape)
     starts = list(range(0, rows * query.shape[1], query.shape[1])) if query.ndim == 4 else [0, *accumulate(q_lens)][:-1]
     lengths = torch.tensor([starts, q_lens, kv_lens], dtype=torch.int32).to(query.device)
     group = query.shape[-2] // sizes.kv_heads
@@ -157,18 +156,20 @@ def paged_attention(
     block, keys = _tiles(group * longest, sizes.page_size, tiles, 8 if wide else 4)
     blocks = -(-group * longest // block)
     hidden = None if mask is None else mask.view(torch.uint8)
-    packed = query.contiguous()
+    packed = _by_kv_head(query, sizes.kv_heads)
+    tokens = packed.shape[1]
+    out = query.new_zeros((sizes.kv_heads, tokens, group, values.dims))
     _attention_kernel[tiling.grid(rows * sizes.kv_heads * blocks)](
-        packed, packed if query_rope is None else query_rope.contiguous(), key_cache, value_cache,
+        packed, packed if query_rope is None else _by_kv_head(query_rope, sizes.kv_heads), key_cache, value_cache,
         key_cache if key_rope_cache is None else key_rope_cache, block_table.contiguous(),
         block_table if hidden is None else hidden, packed if sinks is None else sinks.contiguous(), out, *lengths,
-        rows, blocks, sizes.pages, columns, query.shape[-2], sizes.kv_heads, sizes.page_size, scale, window or 0,
+        rows, blocks, tokens, sizes.pages, columns, group, sizes.kv_heads, sizes.page_size, scale, window or 0,
         *((0, 0, 0) if hidden is None else hidden.stride()), CAUSAL=causal, WINDOWED=window is not None,
         MASKED=hidden is not None, SINKS=sinks is not None, TILED=sizes.tiled, DIMS=sizes.dims,
         VALUE_DIMS=values.dims, ROPE=rope, DIM_TILE=tiles[0], VALUE_TILE=tiles[1], ROPE_TILE=tiles[2], BLOCK=block,
         KEYS=keys, WIDE=wide,
     )  # fmt: skip
-    return out
+    return out.transpose(0, 1).reshape(shape)
 
 
 @paged_attention.register_fake
@@ -189,6 +190,11 @@ def _paged_attention_fake(
     window: int | None = None,
 ) -> torch.Tensor:
     return query.new_empty((*query.shape[:-1], CacheSizes.of(value_cache).dims))
+
+
+def _by_kv_head(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Queries of a KV head side by side, so that a program's rows are dense. Shape: [kv_heads, tokens, group, dims]."""
+    return query.reshape(-1, kv_heads, query.shape[-2] // kv_heads, query.shape[-1]).transpose(0, 1).contiguous()
 
 
 def _tiles(queries: int, page_size: int, tiles: list[int], itemsize: int) -> tuple[int, int]:

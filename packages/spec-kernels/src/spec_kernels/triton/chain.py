@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from spec_kernels.native.chain import SCHEMA
+from spec_kernels._custom import filling_op
 from spec_kernels.tiling import grid, tile
 
-__all__ = ["accept_chain", "run"]
+__all__ = ["accept_chain"]
 
 
 @triton.jit
@@ -35,34 +35,17 @@ def _chain_kernel(
         tl.store(bonus + wide, tl.load(predicted + wide * predicted_row + accepted * predicted_step))
 
 
-@torch.library.custom_op("spec_kernels::accept_chain_triton", mutates_args=(), schema=SCHEMA)
+@filling_op("accept_chain_triton", "correct", "bonus")
 def accept_chain(
-    candidates: torch.Tensor, target_predict: torch.Tensor, num_drafts: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    candidates: torch.Tensor,
+    target_predict: torch.Tensor,
+    num_drafts: torch.Tensor,
+    correct: torch.Tensor,
+    bonus: torch.Tensor,
+) -> None:
     """See `spec_kernels.accept_chain`."""
     bs, width = candidates.shape
-    correct = torch.empty((bs,), dtype=torch.int32, device=candidates.device)
-    bonus = torch.empty((bs,), dtype=target_predict.dtype, device=candidates.device)
-    if bs:
-        _chain_kernel[grid(bs)](
-            candidates, *candidates.stride(), target_predict, *target_predict.stride(), num_drafts,
-            num_drafts.stride(0), correct, bonus, bs, width, TILE=tile(min(max(width - 1, 1), 1024), itemsize=8),
-        )  # fmt: skip
-    return correct, bonus
-
-
-@accept_chain.register_fake
-def _accept_chain_fake(
-    candidates: torch.Tensor, target_predict: torch.Tensor, num_drafts: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return candidates.new_empty((candidates.shape[0],), dtype=torch.int32), target_predict.new_empty(
-        (candidates.shape[0],)
-    )
-
-
-def run(
-    candidates: torch.Tensor, target_predict: torch.Tensor, num_drafts: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Backend entry."""
-    correct, bonus = accept_chain(candidates, target_predict, num_drafts)
-    return correct, bonus
+    _chain_kernel[grid(bs)](
+        candidates, *candidates.stride(), target_predict, *target_predict.stride(), num_drafts, num_drafts.stride(0),
+        correct, bonus, bs, width, TILE=tile(min(max(width - 1, 1), 1024), itemsize=8),
+    )  # fmt: skip
