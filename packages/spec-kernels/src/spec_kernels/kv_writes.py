@@ -5,16 +5,20 @@ It does not allocate slots, and it does not quantise: rows come in the dtype of 
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import torch
 
 from spec_kernels._checks import check_disjoint, check_tensor
 from spec_kernels.dispatch import BackendName, choose, load
 from spec_kernels.errors import ShapeError, UnsupportedByOp
 
-__all__ = ["write_kv"]
+__all__ = ["NpuWriter", "npu_writer", "write_kv"]
 
+NpuWriter: TypeAlias = Literal["reshape_and_cache", "scatter_pa", "scatter_nd"]
 _TILE = 16
-_NPU_DTYPES = (torch.float16, torch.bfloat16, torch.int8)
+_RESHAPED = (torch.float16, torch.bfloat16, torch.int8)
+_PAGED = (torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def write_kv(
@@ -52,7 +56,7 @@ def write_kv(
         ShapeError: Widths, heads or pages do not fit together, or a cache is not contiguous.
         DtypeError: Rows are not in the dtype of their cache.
         DeviceError, AliasError: See `cache_locs.uniform_cache_locs`.
-        UnsupportedByOp: (npu, when insisted on) The operator does not take tiled caches, or this dtype.
+        UnsupportedByOp: (npu, when insisted on) No operator takes the call; see `npu_writer`.
 
     Source: contracts.md §4.2; field_faults E08, E09.
     """
@@ -95,14 +99,12 @@ def write_kv(
         inputs["num_valid"] = num_valid
     check_disjoint({"key_cache": key_cache, "value_cache": value_cache}, inputs)
     chosen = choose("write_kv", device, backend)
-    if chosen == "npu" and (
-        tiled or key.dtype not in _NPU_DTYPES or key.dtype != value.dtype or _heads_differ(key, value)
-    ):
+    if chosen == "npu" and npu_writer(key, value, tiled=tiled) is None:
         if backend is not None:
             raise UnsupportedByOp(
                 "key, value",
                 given=f"{key.dtype} and {value.dtype}, tiled={tiled}",
-                expected=f"one of {list(_NPU_DTYPES)} for both, equal heads, not tiled",
+                expected="in tiled caches, a 16-bit dtype for both and equal heads",
                 consequence="the device's operator refuses it",
                 remedy="leave backend out",
             )
@@ -111,5 +113,20 @@ def write_kv(
         load("write_kv", chosen)(key, value, key_cache, value_cache, slots, num_valid, tiled)
 
 
-def _heads_differ(key: torch.Tensor, value: torch.Tensor) -> bool:
-    return key.shape[1] != value.shape[1]
+def npu_writer(key: torch.Tensor, value: torch.Tensor, *, tiled: bool) -> NpuWriter | None:
+    """Return which of torch_npu's operators writes such rows, or None.
+
+    Tiles of the device's operator hold 32 bytes, so those of 16 values are its own in 16-bit dtypes only. Unequal heads
+    or dtypes of K and V go cache by cache.
+
+    Args:
+        key: See `write_kv`.
+        value: See `write_kv`.
+        tiled: See `write_kv`.
+    """
+    alike = key.dtype == value.dtype and key.shape[1] == value.shape[1]
+    if tiled:
+        return "scatter_pa" if alike and key.dtype in (torch.float16, torch.bfloat16) else None
+    if alike and key.dtype in _RESHAPED:
+        return "reshape_and_cache"
+    return "scatter_pa" if alike and key.dtype in _PAGED else "scatter_nd"
