@@ -123,6 +123,8 @@ def call_all() -> None:
     sk.draft_cache_locs(table, row, row, topk=2, steps=3, **on)
     sk.extend_cache_locs(table, row, row, row + 3, total=20, **on)
     sk.translate_locs(row, row, page_size=16, **on)
+    for slot_map in (None, i64(9)):
+        sk.fill_block_table(i32(6, 7), table, row, row, page_size=4, slot_map=slot_map, **on)
     sk.compact_window_rows(i64(8, 12), table, row, row, row, i64(5, 3), **on)
     sk.compact_accepted_locs(i64(12), i64(3, 3), **on)
     sk.accepted_moves(i64(12), i64(3, 3), width=4, **on)

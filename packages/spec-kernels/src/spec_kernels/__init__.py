@@ -9,6 +9,7 @@ from __future__ import annotations
 from spec_kernels import native
 from spec_kernels.accepted import SlotMoves, accepted_moves, compact_accepted_locs, move_kv
 from spec_kernels.attention import FiaVersion, paged_attention, paged_attention_update_keys, ragged_paged_attention
+from spec_kernels.attention_groups import AttentionStorage, fill_block_table
 from spec_kernels.cache_locs import (
     LocsAndPositions,
     compact_window_rows,
@@ -86,6 +87,7 @@ __all__ = [
     "AliasError",
     "ArenaField",
     "ArenaLayout",
+    "AttentionStorage",
     "BackendError",
     "BackendName",
     "BackendStatus",
@@ -147,6 +149,7 @@ __all__ = [
     "exact_length_mask",
     "expert_parallel_moe",
     "extend_cache_locs",
+    "fill_block_table",
     "fill_draft_extend_buffers",
     "front_cache_locs",
     "full_tree_mask",

@@ -24,6 +24,12 @@ _UPDATE_KEYS: dict[tuple[BackendName, FiaVersion], dict[str, str]] = {
     ("npu", "v2"): {"actual_seq_kvlen": "kv_lens"},
     ("npu", "v1"): {"actual_seq_lengths_kv": "kv_lens"},
 }
+_QUERY_KEYS: dict[tuple[BackendName, FiaVersion], dict[str, str]] = {
+    ("native", "v2"): {"q_lens": "q_lens"},
+    ("triton", "v2"): {"q_lens": "q_lens"},
+    ("npu", "v2"): {"actual_seq_qlen": "q_ends"},
+    ("npu", "v1"): {"actual_seq_lengths": "q_ends"},
+}
 
 
 def paged_attention(
@@ -143,7 +149,8 @@ def ragged_paged_attention(
     Padding: token rows past the last request, and those of requests with KV length 0, give zeros.
 
     Raises: as `paged_attention`; LengthError also where a query is longer than its KV, or `query` is too short.
-        CaptureError: (npu) Sizes for which the operator takes one request a call, inside graph capture.
+        CaptureError: (npu) Sizes for which the operator takes one request a call, or query tokens without a request,
+            inside graph capture.
     """
     chosen = _choose(query, backend, fia)
     extras = AttentionExtras(window, sinks, query_rope, key_rope_cache)
@@ -196,12 +203,15 @@ def _choose(query: torch.Tensor, backend: BackendName | None, fia: FiaVersion) -
     return chosen
 
 
-def paged_attention_update_keys(backend: BackendName, *, fia: FiaVersion = "v2") -> dict[str, str]:
+def paged_attention_update_keys(
+    backend: BackendName, *, fia: FiaVersion = "v2", ragged: bool = False
+) -> dict[str, str]:
     """Return which captured argument must be rebound before each replay, and from which metadata field.
 
     Args:
         backend: The backend that was captured.
         fia: Version of the fused operator that was captured.
+        ragged: Whether `ragged_paged_attention` was captured, whose query lengths change too.
 
     Returns:
         Update key to name of the `PagedAttentionMetadata` field, e.g. `{"actual_seq_kvlen": "kv_lens"}`.
@@ -218,4 +228,4 @@ def paged_attention_update_keys(backend: BackendName, *, fia: FiaVersion = "v2")
             consequence="an update key that the captured call ignores leaves old lengths in place",
             remedy="pass what paged_attention was called with",
         )
-    return dict(keys)
+    return keys | _QUERY_KEYS[backend, fia] if ragged else dict(keys)

@@ -72,6 +72,7 @@ _OPS: dict[str, dict[BackendName, _Backend]] = {
         "npu": _Backend("spec_kernels.npu.kv_writes:write_kv", ("npu",), torch_npu="2.12.0"),
     },
     **_family("cache_locs", "uniform_cache_locs", "extend_cache_locs", "translate_locs", "compact_window_rows"),
+    **_family("cache_locs", "fill_block_table"),
     **_family("accepted", "compact_accepted_locs", "accepted_moves", "move_kv"),
     **_family("steps", "bonus_tokens", "verify_commit_outputs", "draft_extend_inputs", "draft_extend_layout"),
     **_family("trees", "build_chain_tree", "build_tree", "full_tree_mask", "verify_tree_greedy"),

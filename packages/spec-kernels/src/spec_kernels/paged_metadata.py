@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,6 +24,7 @@ __all__ = [
     "check_kv_lens",
     "draft_step_metadata",
     "exact_length_mask",
+    "host_lengths",
 ]
 
 IntList: TypeAlias = "Sequence[int] | npt.NDArray[Any] | torch.Tensor"
@@ -47,6 +49,11 @@ class PagedAttentionMetadata:
     q_lens: list[int]
     kv_lens: list[int]
     mask: torch.Tensor | None = None
+
+    @property
+    def q_ends(self) -> list[int]:
+        """One past each request's last query token, counted over all requests; a new list."""
+        return list(accumulate(self.q_lens))
 
 
 def exact_length_mask(
@@ -134,7 +141,7 @@ def build_paged_metadata(
     for name, number in (("rows", rows), ("columns", columns), ("pad_q_len", pad_q_len)):
         if number is not None:
             _whole(name, number, least=0)
-    queries, lengths = _lengths("q_lens", q_lens), _lengths("kv_lens", kv_lens)
+    queries, lengths = host_lengths("q_lens", q_lens), host_lengths("kv_lens", kv_lens)
     if isinstance(pages, (np.ndarray, torch.Tensor)) and pages.ndim != 2:
         raise _not_a_list("pages", tuple(pages.shape), "one row a request (two axes)")
     count = len(pages)
@@ -203,7 +210,7 @@ def draft_step_metadata(
     """
     _whole("steps", steps, least=1)
     _whole("page_size", page_size, least=1)
-    lens = _lengths("committed_lens", list(committed_lens))
+    lens = host_lengths("committed_lens", list(committed_lens))
     for index, length in enumerate(lens):
         _check_capacity(f"committed_lens[{index}]", length + steps if length else 0, block_table.shape[1], page_size)
     return [
@@ -248,7 +255,14 @@ def _check_capacity(name: str, length: int, held: int, page_size: int) -> None:
         )
 
 
-def _lengths(name: str, values: IntList) -> list[int]:
+def host_lengths(name: str, values: IntList) -> list[int]:
+    """Lengths as a new list.
+
+    Raises:
+        DtypeError: They are no integers, or lie on a device.
+        MetadataError: They have another number of axes than one.
+        LengthError: One is negative.
+    """
     if isinstance(values, torch.Tensor) and values.device.type != "cpu":
         raise DtypeError(
             name,

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 FAMILIES = (
-    "accepted", "attention_modes", "cache_locs", "chain", "dflash", "draft_extend_plan", "kv_writes", "rolling",
-    "sampling", "softmax", "steps", "trees", "widened",
+    "accepted", "attention_groups", "attention_modes", "cache_locs", "chain", "dflash", "draft_extend_plan",
+    "kv_writes", "rolling", "sampling", "softmax", "steps", "trees", "widened",
 )  # fmt: skip
 
 

@@ -6,7 +6,16 @@ import torch
 
 from spec_kernels._custom import filling_op
 
-__all__ = ["compact_window_rows", "extend_cache_locs", "lookup", "translate_locs", "uniform_cache_locs"]
+__all__ = [
+    "compact_window_rows",
+    "extend_cache_locs",
+    "fill_block_table",
+    "lookup",
+    "translate_locs",
+    "uniform_cache_locs",
+]
+
+_INT32_MAX = 2**31 - 1
 
 
 def lookup(table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -64,6 +73,27 @@ def translate_locs(locs: torch.Tensor, page_map: torch.Tensor, out: torch.Tensor
     page = torch.div(wide, page_size, rounding_mode="floor")
     mapped = lookup(page_map.unsqueeze(0), torch.zeros_like(page), page)
     out.copy_(torch.where((wide > 0) & (mapped > 0), mapped * page_size + wide % page_size, 0))
+
+
+@filling_op("fill_block_table", "out")
+def fill_block_table(
+    out: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    kv_lens: torch.Tensor,
+    slot_map: torch.Tensor | None,
+    page_size: int,
+) -> None:
+    """See `spec_kernels.fill_block_table`."""
+    bs = req_pool_indices.shape[0]
+    first = torch.arange(0, out.shape[1] * page_size, page_size, device=out.device)
+    slot = lookup(req_to_token, req_pool_indices.to(torch.int64).unsqueeze(1), first)
+    if slot_map is not None:
+        slot = lookup(slot_map.unsqueeze(0), torch.zeros_like(slot), torch.where(slot > 0, slot, -1))
+    page = torch.div(slot, page_size, rounding_mode="floor")
+    live = (first < kv_lens.to(torch.int64).unsqueeze(1)) & (page <= _INT32_MAX)
+    out[:bs].copy_(torch.where(live, page, 0))
+    out[bs:].zero_()
 
 
 @filling_op("compact_window_rows", "draft_req_to_token")

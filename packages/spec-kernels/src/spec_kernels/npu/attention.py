@@ -7,7 +7,6 @@ dims]`, the one paged form that BSND accepts, tiled ones as they are. It does no
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ def run(
     if plan.layout == "TND":
         packed = packed.view(rows * width, heads, dims)
         rope = None if rope is None else rope.reshape(rows * width, heads, -1)
-        q_lens = list(accumulate(q_lens))
+        q_lens = metadata.q_ends
     out = _call(packed, rope, key_cache, value_cache, metadata, plan, mask, q_lens, scale, fia, extras)
     return out.view(rows, width, heads, -1)
 
@@ -70,11 +69,14 @@ def run_ragged(
     """Backend entry of `spec_kernels.ragged_paged_attention`: packed where the operator takes it, else row by row."""
     out = query.new_zeros((*query.shape[:2], CacheSizes.of(value_cache).dims))
     live = [row for row, length in enumerate(metadata.q_lens) if length]
+    if torch_npu.npu.is_current_stream_capturing():  # another row may be empty at replay
+        _check_whole(metadata, query.shape[0])
+        live = list(range(len(metadata.q_lens)))
     if not live:
         return out
     q_lens, kv_lens = [metadata.q_lens[row] for row in live], [metadata.kv_lens[row] for row in live]
     table = metadata.block_table
-    if len(live) < len(metadata.q_lens):  # an empty segment would end where it starts
+    if len(live) < len(metadata.q_lens):
         table = table.index_select(0, torch.tensor(live, device=table.device))
     kept = PagedAttentionMetadata(table, q_lens, kv_lens)
     shape = _shape(query, key_cache, value_cache, kept, fia, extras, width=max(q_lens), rows=len(live), ragged=True)
@@ -85,9 +87,20 @@ def run_ragged(
     tokens = sum(q_lens)
     rope = None if extras.query_rope is None else extras.query_rope[:tokens].contiguous()
     packed = query[:tokens].contiguous()
-    ends = list(accumulate(q_lens))
+    ends = kept.q_ends
     out[:tokens] = _call(packed, rope, key_cache, value_cache, kept, plan, None, ends, scale, fia, extras)
     return out
+
+
+def _check_whole(metadata: PagedAttentionMetadata, tokens: int) -> None:
+    if sum(metadata.q_lens) != tokens:
+        raise CaptureError(
+            "metadata.q_lens",
+            given=f"{sum(metadata.q_lens)} query tokens, inside graph capture",
+            expected=f"{tokens}, the token rows of the query, here and at every replay",
+            consequence="the rows left over would keep what an earlier replay left",
+            remedy="give them to a padded row of KV length 0, which gives zeros",
+        )
 
 
 def _row_by_row(

@@ -12,7 +12,14 @@ import triton.language as tl
 from spec_kernels._custom import filling_op
 from spec_kernels.tiling import grid, tile
 
-__all__ = ["compact_window_rows", "extend_cache_locs", "lookup", "translate_locs", "uniform_cache_locs"]
+__all__ = [
+    "compact_window_rows",
+    "extend_cache_locs",
+    "fill_block_table",
+    "lookup",
+    "translate_locs",
+    "uniform_cache_locs",
+]
 
 
 @triton.jit
@@ -124,6 +131,46 @@ def translate_locs(locs: torch.Tensor, page_map: torch.Tensor, out: torch.Tensor
     _translate_kernel[grid(-(-tokens // size))](
         locs.contiguous(), page_map, page_map.shape[0], page_map.stride(0), out, tokens, page_size, TILE=size
     )
+
+
+@triton.jit
+def _table_kernel(
+    out, columns, table, height, width, row_step, column_step, requests, lens, slot_map, slots, map_step, rows, bs,
+    page_size, MAPPED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        wide = tl.full((), row, tl.int64)
+        request = tl.load(requests + wide, mask=wide < bs, other=-1).to(tl.int64)
+        length = tl.load(lens + wide, mask=wide < bs, other=0).to(tl.int64)
+        for start in range(0, columns, TILE):
+            column = (start + tl.arange(0, TILE)).to(tl.int64)
+            first = column * page_size
+            live = (column < columns) & (first < length)
+            slot = lookup(table, height, width, row_step, column_step, request, first, live)
+            if MAPPED:
+                slot = lookup(slot_map, 1, slots, 0, map_step, slot * 0, slot, live & (slot > 0))
+            page = slot // page_size
+            page = tl.where(page <= 2147483647, page, 0)
+            tl.store(out + wide * columns + column, page.to(tl.int32), mask=column < columns)
+
+
+@filling_op("fill_block_table_triton", "out")
+def fill_block_table(
+    out: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    kv_lens: torch.Tensor,
+    slot_map: torch.Tensor | None,
+    page_size: int,
+) -> None:
+    """See `spec_kernels.fill_block_table`."""
+    rows, columns = out.shape
+    given = kv_lens if slot_map is None else slot_map  # an absent one is never read
+    _table_kernel[grid(rows)](
+        out, columns, req_to_token, *req_to_token.shape, *req_to_token.stride(), req_pool_indices.contiguous(),
+        kv_lens.contiguous(), given, given.shape[0], given.stride(0), rows, req_pool_indices.shape[0], page_size,
+        MAPPED=slot_map is not None, TILE=tile(min(columns, 1024), itemsize=8),
+    )  # fmt: skip
 
 
 @triton.jit
