@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))  # helper modules beside the tests
 
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # torch would load torch_npu, which needs a device
 
@@ -107,5 +111,18 @@ def make() -> Iterator[Callable[..., tuple[DecodeRunner, Any]]]:
         return runner, device
 
     yield build
+    for runner in made:
+        runner.close()
+
+
+@pytest.fixture
+def closing() -> Iterator[Callable[[Any], Any]]:
+    made: list[Any] = []
+
+    def keep(runner: Any) -> Any:
+        made.append(runner)
+        return runner
+
+    yield keep
     for runner in made:
         runner.close()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from graph_lengths import ATTEND, lengths, shown
 from graph_runtime import (
     DecodeRunner,
     DraftDecodeRunner,
@@ -23,7 +24,6 @@ from graph_runtime import (
     get_runner,
     register_runner,
     step_layers,
-    step_list,
 )
 from graph_runtime.errors import (
     BucketError,
@@ -32,39 +32,10 @@ from graph_runtime.errors import (
     SlotBusy,
     StepKindError,
     UnwrittenRows,
-    UpdateCountMismatch,
 )
 from graph_runtime.request_rows import RequestRows
 from graph_runtime.testing import RecordingDevice
 from kv_planner import RowField, RowLayout
-
-ATTEND = {"graph_test::attend": ("q_lens", "kv_lens")}
-
-
-@pytest.fixture
-def closing() -> Iterator[Callable[[Any], Any]]:
-    made: list[Any] = []
-
-    def keep(runner: Any) -> Any:
-        made.append(runner)
-        return runner
-
-    yield keep
-    for runner in made:
-        runner.close()
-
-
-def _lengths(step: StepInputs, lens: list[int]) -> torch.Tensor:
-    """The KV lengths that a captured op reads, as an output of one row a request."""
-    cache = torch.ones(1, 160, 1)
-    query, table = torch.zeros(step.bs, 1), torch.zeros(step.bs, 1, dtype=torch.int64)
-    values = torch.arange(160.0).view(1, 160, 1)  # the mean of the first n numbers tells n
-    mean: torch.Tensor = torch.ops.graph_test.attend(query, cache, values, table, [1] * step.bs, lens)
-    return mean[:, 0] * 2
-
-
-def _shown(length: int) -> float:
-    return float(max(length - 1, 0))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +54,7 @@ def test_the_window_is_counted_once(closing: Callable[[Any], Any], kind: Any, pr
     layout = RowLayout([RowField("ids", "int64", rows=4 * 16)])
 
     def forward(step: StepInputs) -> torch.Tensor:
-        return _lengths(step, step.host["kv_lens"]) + step.tensors["ids"].view(step.bs, 16).sum(1)
+        return lengths(step, step.host["kv_lens"]) + step.tensors["ids"].view(step.bs, 16).sum(1)
 
     runner = closing(
         TargetVerifyRunner(
@@ -101,11 +72,11 @@ def test_the_window_is_counted_once(closing: Callable[[Any], Any], kind: Any, pr
     given = np.array(prefix, dtype=np.int32)
     values = {"ids": torch.zeros(32, dtype=torch.int64)}
     for eager in (False, True, False):
-        shown = runner.run(values, {"kv_lens": given}, 2, eager=eager, clone=True).output.tolist()
-        assert shown == pytest.approx([_shown(length) for length in kv])
+        found = runner.run(values, {"kv_lens": given}, 2, eager=eager, clone=True).output.tolist()
+        assert found == pytest.approx([shown(length) for length in kv])
     assert given.tolist() == prefix
     naive = [length + 16 for length in kv]
-    assert shown != pytest.approx([_shown(length) for length in naive])
+    assert found != pytest.approx([shown(length) for length in naive])
     assert runner.run({}, {"kv_lens": []}, 0).bucket == 2  # an idle rank replays the captured window
     with pytest.raises(BucketError):
         TargetVerifyRunner(window=0, kind=kind)
@@ -118,7 +89,7 @@ def test_outputs_are_cut_by_their_own_rows(closing: Callable[[Any], Any]) -> Non
 
     def forward(step: StepInputs) -> dict[str, torch.Tensor | None]:
         ids = step.tensors["ids"].float()
-        last = _lengths(step, step.host["kv_lens"])
+        last = lengths(step, step.host["kv_lens"])
         return {"logits": ids[:, None] * 2, "hidden": ids[:, None].expand(-1, 3) + 0, "last": last, "residual": None}
 
     runner = closing(
@@ -161,48 +132,6 @@ def forward_rows_naive(hidden: torch.Tensor, bs: int) -> torch.Tensor:
     return hidden[:bs]
 
 
-def _draft(closing: Callable[[Any], Any], ops: int = 1, **options: Any) -> DraftDecodeRunner:
-    device = get_device("cpu", updatable=ATTEND)
-    layout = RowLayout([RowField("x", "float32", rows=4)])
-
-    def forward(step: StepInputs) -> torch.Tensor:
-        rows = [_lengths(step, step.host[step_list("kv_lens", k)]) for k in range(3) for _ in range(ops)]
-        return torch.stack(rows, 1)
-
-    runner: DraftDecodeRunner = closing(
-        DraftDecodeRunner(
-            steps=3, device=device, forward=forward, buffers=StaticBuffers(layout, device), buckets=[2, 4], **options
-        )
-    )
-    return runner
-
-
-@pytest.mark.parametrize("ops", [1, 2])
-def test_each_draft_step_has_its_own_length(closing: Callable[[Any], Any], ops: int) -> None:
-    """E13: [100] is 101, 102, 103 in graph and eager alike."""
-    runner = _draft(closing, ops, ops_per_step=ops)
-    assert runner.capture(progress=False).updatable_ops == {2: 3 * ops, 4: 3 * ops}
-    for lens in ([100, 8], [5, 101]):
-        for eager in (False, True):
-            shown = runner.run({"x": [0.0, 0.0]}, {"kv_lens": lens}, 2, eager=eager).output.tolist()
-            for row, length in zip(shown, lens, strict=True):
-                assert row == pytest.approx([_shown(length + k + 1) for k in range(3) for _ in range(ops)])
-    assert runner.steps == 3
-
-
-def test_the_number_of_draft_ops_is_counted(closing: Callable[[Any], Any]) -> None:
-    with pytest.raises(UpdateCountMismatch, match="3 steps of 1"):
-        _draft(closing, 2).capture(progress=False)
-
-
-def test_a_draft_at_the_end_of_its_table(closing: Callable[[Any], Any]) -> None:
-    """C10: a table of 150 tokens; naively step 2 asks for token 151."""
-    runner = _draft(closing, longest=150)
-    runner.capture(progress=False)
-    shown = runner.run({"x": [0.0, 0.0]}, {"kv_lens": [148, 149]}, 2).output.tolist()
-    assert shown == [pytest.approx([_shown(n) for n in row]) for row in ([149, 150, 150], [150, 150, 150])]
-
-
 def _rotate_tokens(ids: torch.Tensor, fresh: torch.Tensor, window: int) -> torch.Tensor:
     rows = ids.view(-1, window)
     return torch.cat([rows[:, 1:], fresh.view(-1, 1)], 1).flatten()
@@ -217,7 +146,7 @@ def _multi(closing: Callable[[Any], Any], **options: Any) -> tuple[MultiStepDraf
         def forward(step: StepInputs) -> torch.Tensor:
             ids = step.tensors["ids"].view(step.bs, 3)
             drawn = ids.sum(1) * 10 + number + step.tensors["row"]
-            return drawn + _lengths(step, step.host["kv_lens"]).round().long() * 1000
+            return drawn + lengths(step, step.host["kv_lens"]).round().long() * 1000
 
         return forward
 

@@ -12,6 +12,7 @@ from .device import HostLengths
 from .keys import DerivedUpdate, step_list
 from .ledger import int_list
 from .runner import DecodeRunner
+from .update import UpdateSpec
 
 __all__ = ["DraftDecodeRunner"]
 
@@ -24,7 +25,8 @@ class DraftDecodeRunner(DecodeRunner):
 
     Args:
         steps: Draft steps in the graph (an engine that drafts the first token elsewhere has one fewer).
-        ops_per_step: Attention ops of a step.
+        ops_per_step: Updatable ops of a step; 0 for a draft whose ops all take device lengths, such as sparse latent
+            attention: a run then brings no list, and a captured op that wants one is refused.
         kv: The host list.
         longest: Tokens that a block table can address. A request at its end gets this length in steps beyond it, whose
             drafts mean nothing; the forward must write them to the padding slot.
@@ -34,7 +36,8 @@ class DraftDecodeRunner(DecodeRunner):
     def __init__(
         self, *, steps: int, ops_per_step: int = 1, kv: str = "kv_lens", longest: int | None = None, **options: Any
     ) -> None:
-        super().__init__(update=DerivedUpdate(kv, steps=steps, ops_per_step=ops_per_step), **options)
+        derived = DerivedUpdate(kv, steps=steps, ops_per_step=ops_per_step) if ops_per_step else UpdateSpec()
+        super().__init__(update=derived, **options)
         self._steps = steps
         self._kv = kv
         self._longest = longest

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 HIDDEN, HEADS, KEY, VALUE, VOCAB = 48, 2, 192, 128, 59
 PAGE, PAGES, COLUMNS, BAND = 128, 14, 3, 24
 TARGET_BANDS = (None, BAND, None)
 DRAFTS = 3
+PREFILL_EXACT = True
+EDGES = {"band": (23, 24, 25, 26), "page": (126, 127, 128, 129)}
 WINDOW = DRAFTS + 1
 
 
@@ -232,9 +232,3 @@ class OnDevice:
 
     def tokens(self, hidden: torch.Tensor) -> torch.Tensor:
         return (norm(hidden) @ self.weights.head).argmax(-1)
-
-
-@pytest.fixture(scope="session")
-def mimo() -> SimpleNamespace:
-    """The model and its sizes."""
-    return SimpleNamespace(**{name: value for name, value in globals().items() if not name.startswith("_")})
