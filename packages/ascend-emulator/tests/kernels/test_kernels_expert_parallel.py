@@ -3,56 +3,26 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from ascend_emulator.kernels import REGISTRY, RULES, DeviceFault, KernelNotCovered, OpRefused, expert_groups, pose
+from ascend_emulator.kernels import REGISTRY, RULES, DeviceFault, KernelNotCovered, OpRefused, pose
 from ascend_emulator.poison import poison_byte
+from rank_threads import on_ranks
 
 DISPATCH = "npu::npu_moe_distribute_dispatch"
 COMBINE = "npu::npu_moe_distribute_combine"
 NORM = "npu::npu_moe_distribute_combine_add_rms_norm"
 BF16, FP16 = torch.bfloat16, torch.float16
 H = 1024
-_calls = itertools.count()
 
 
 @pytest.fixture(autouse=True)
 def strictest() -> Iterator[None]:
     yield
     pose.set_pose()
-
-
-def on_ranks(count: int, body: Callable[[int, str], Any]) -> list[Any]:
-    """What ``body(rank, group name)`` returns on each rank; the first rank's error, if any raises."""
-    store, number = torch._C._distributed_c10d.HashStore(), next(_calls)
-    results: list[Any] = [None] * count
-    errors: list[Exception] = []
-
-    def run(rank: int) -> None:
-        name = f"ep{number}-{rank}"
-        group: Any = dist.ProcessGroupGloo(store, rank, count, timedelta(seconds=20))
-        expert_groups.name_group(name, group)
-        try:
-            results[rank] = body(rank, name)
-        except Exception as error:
-            errors.append(error)
-        finally:
-            expert_groups.name_group(name, None)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
 
 
 def inputs(

@@ -34,6 +34,7 @@ from . import (
     lightning_indexer,
     lora,
     mla_preprocess,
+    matmul_collective,
     mla_prolog,
     moe_combine,
     moe_combine_norm,
@@ -80,7 +81,7 @@ _MODULES: tuple[Any, ...] = (
     *(sgl_cache, sgl_sampling, sgl_matmul),
     *(norms, norms_quant, rotary, rope, kv_norm_rope, mla_prolog, activation, gated, casts),
     *(quant, quant_params, quant_matmul, weight_quant_matmul, grouped_matmul, grouped_swiglu, batch_matmul),
-    *(block_quant, atb_linear, top_k_top_p, prefetch, sign_bits),
+    *(block_quant, atb_linear, matmul_collective, top_k_top_p, prefetch, sign_bits),
     *(
         moe_gating,
         atb_gating,

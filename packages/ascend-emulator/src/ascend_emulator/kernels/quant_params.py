@@ -89,6 +89,14 @@ def npu_convert_weight_to_int4pack(weight: torch.Tensor, inner_k_tiles: int = 0)
     return packed
 
 
+def unpacked_scale(scale: torch.Tensor) -> torch.Tensor:
+    """float32 scales of a quantised product: those that npu_trans_quant_param packed, and any others as they are."""
+    if scale.dtype != torch.int64:
+        return scale.float()
+    low = scale & 0xFFFFE000
+    return torch.where(low >= 1 << 31, low - (1 << 32), low).to(torch.int32).view(torch.float32)
+
+
 def _check(scale: torch.Tensor, offset: torch.Tensor | None, round_mode: int | None) -> None:
     fits = scale.dim() == 1 or (scale.dim() == 2 and scale.size(0) == 1)
     if scale.dtype != torch.float32 or not fits or not scale.numel() or not scale.is_contiguous():

@@ -1,4 +1,4 @@
-"""One rank of test_kernels_npu_expert_parallel.py: dispatch and combine through torch_npu. Not a test."""
+"""One rank of test_kernels_npu_expert_parallel.py: operators that talk to other ranks, through torch_npu. Not a test."""
 
 from __future__ import annotations
 
@@ -55,6 +55,19 @@ def main(rank: int, ranks: int, rendezvous: str) -> None:
     for name, got, extra in (("v2", out, ()), ("add_rms_norm", normed, (residual.to("meta"), gamma.to("meta")))):
         op = getattr(ops, f"npu_moe_distribute_combine_{name}")
         assert shapes(op(*(part.to("meta") for part in back), *extra, *place)) == shapes(got)
+    weight = torch.randn(HIDDEN, 4, generator=torch.Generator().manual_seed(9)).to(BF16)
+    both = torch.zeros(2, 2 * ranks, HIDDEN, dtype=BF16)
+    both[rank] = torch.randn(2 * ranks, HIDDEN, generator=g).to(BF16)
+    dist.all_reduce(both)
+    mine, total = both[rank].contiguous(), (both.float() @ weight.float()).sum(0)
+    name = group.group_name
+    for op, extra, want in (
+        (ops.npu_mm_all_reduce_base, (), total),
+        (ops.npu_mm_reduce_scatter_base, (ranks,), total[2 * rank : 2 * rank + 2]),
+    ):
+        summed = op(mine.to("npu"), weight.to("npu"), name, *extra)
+        assert shapes(summed) == shapes(op(mine.to("meta"), weight.to("meta"), name, *extra))
+        assert torch.allclose(summed.cpu().float(), want, rtol=0.02, atol=0.6)
     dist.destroy_process_group()
 
 

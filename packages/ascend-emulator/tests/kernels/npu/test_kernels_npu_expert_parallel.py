@@ -1,4 +1,4 @@
-"""Dispatch and combine through the real torch_npu, in two processes of one gloo group."""
+"""Dispatch, combine and summed products through the real torch_npu, in two processes of one gloo group."""
 
 from __future__ import annotations
 
