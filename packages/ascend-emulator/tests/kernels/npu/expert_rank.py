@@ -1,4 +1,4 @@
-"""One rank of test_kernels_npu_expert_parallel.py: operators that talk to other ranks, through torch_npu. Not a test."""
+"""One rank of test_kernels_npu_expert_parallel.py: operators that talk to other ranks, in torch_npu. Not a test."""
 
 from __future__ import annotations
 
