@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .fia_antiquant import Antiquant
+
 UNBOUNDED = 2**31 - 1
 """Value of pre_tokens and next_tokens that means: no limit."""
 
@@ -78,6 +80,7 @@ class FiaCall:
     block_size: int
     inner_precise: int
     want_lse: bool
+    antiquant: Antiquant | None = None
 
     @property
     def kv_heads(self) -> int:

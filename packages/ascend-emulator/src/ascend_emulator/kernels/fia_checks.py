@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from .errors import KernelNotCovered
+from .fia_antiquant import check_antiquant, check_antiquant_sizes
 from .fia_call import LAYOUTS, FiaCall, value_dim
 from .fia_checks_mask import check_mask
 from .fia_checks_packed import check_packed
@@ -38,10 +39,12 @@ def _check_query(call: FiaCall) -> None:
 
 
 def _check_key_value(call: FiaCall) -> None:
+    if call.antiquant is not None:
+        check_antiquant(call, call.antiquant)
     for name, tensor in (("key", call.key), ("value", call.value)):
-        if tensor.dtype in _QUANTISED:
+        if call.antiquant is None and tensor.dtype in _QUANTISED:
             raise KernelNotCovered(call.op, name, f"a tensor of dtype {tensor.dtype} (quantised form)")
-        if tensor.dtype != call.query.dtype:
+        if call.antiquant is None and tensor.dtype != call.query.dtype:
             refuse(call.op, "kv-dtype", name, f"{tensor.dtype} beside a query of {call.query.dtype}")
         if tensor.dim() not in ((3, 4, 5) if call.paged else (call.query.dim(),)):
             refuse(
@@ -138,6 +141,8 @@ def check(call: FiaCall, *, contents: bool = True) -> Geometry:
         check_packed(call)
     geometry = resolve(call)
     _check_sizes(call, geometry)
+    if call.antiquant is not None:
+        check_antiquant_sizes(call, geometry, call.antiquant)
     check_rope(call, geometry)
     check_mask(call, geometry, contents=contents)
     check_sink(call, geometry)

@@ -41,7 +41,7 @@ def check_paged(call: FiaCall) -> None:
 def _check_cache(call: FiaCall, name: str, cache: torch.Tensor) -> None:
     shape = tuple(cache.shape)
     if cache.dim() == 5:
-        if call.query_rope is None:
+        if call.query_rope is None and call.antiquant is None:
             refuse(call.op, "cache-nz", name, f"shape {shape} without query_rope")
         if cache.size(1) != call.kv_heads or cache.size(4) != nz_width(cache.dtype):
             refuse(call.op, "cache-nz", name, f"shape {shape} for {call.kv_heads} key/value heads")

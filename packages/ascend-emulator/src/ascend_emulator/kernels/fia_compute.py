@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from .fia_antiquant import widened
 from .fia_call import FiaCall, heads_first, output_shapes
 from .fia_memory import read_rows
 from .fia_requests import Geometry, Request
@@ -90,7 +91,10 @@ def _attend(
     if first == last:
         return
     rows = read_rows(call, request, see)
-    key, value = rows.key.float(), rows.value.float()
+    if call.antiquant is None:
+        key, value = rows.key.float(), rows.value.float()
+    else:
+        key, value = widened(rows.key, call.antiquant, 0), widened(rows.value, call.antiquant, 1)
     kv_heads = call.kv_heads
     grouped = (query.float() * call.scale).reshape(kv_heads, call.heads // kv_heads, request.q_len, -1)
     sink = None if call.sink is None else call.sink.float().view(kv_heads, -1)

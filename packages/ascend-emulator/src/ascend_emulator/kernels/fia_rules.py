@@ -260,10 +260,10 @@ note(
 note(FIA, "lengths and sizes listed as likely to time out", "FIA documents", "no time limits are emulated")
 note(
     FIA,
-    "quantised, pseudo-quantised and int4 forms, output quantisation, pse_shift, shared prefix, left padding, NZ "
-    "caches, sparse_mode 9",
+    "int8 queries, int4 keys, output quantisation, pse_shift, shared prefix, left padding, sparse_mode 9",
     "FIA documents",
-    "not computed: `KernelNotCovered`, a NotImplementedError: test_kernels_fia_refusals.py",
+    "not computed: `KernelNotCovered`, a NotImplementedError; no released engine asks for them: "
+    "test_kernels_fia_refusals.py",
 )
 note(
     FIA,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .fia_antiquant import antiquant_of
 from .fia_call import UNBOUNDED, V1_NAMES, FiaCall
 from .fia_rules import refuse
 from .fia_run import infer_output as _infer_output
@@ -77,10 +78,6 @@ def _call(
         quant_scale2=quant_scale2,
         antiquant_scale=antiquant_scale,
         antiquant_offset=antiquant_offset,
-        key_antiquant_scale=key_antiquant_scale,
-        key_antiquant_offset=key_antiquant_offset,
-        value_antiquant_scale=value_antiquant_scale,
-        value_antiquant_offset=value_antiquant_offset,
         query_padding_size=query_padding_size,
         kv_padding_size=kv_padding_size,
         key_shared_prefix=key_shared_prefix,
@@ -111,6 +108,12 @@ def _call(
         block_size=block_size,
         inner_precise=inner_precise,
         want_lse=softmax_lse_flag,
+        antiquant=antiquant_of(
+            OP,
+            (key_antiquant_scale, value_antiquant_scale),
+            (key_antiquant_offset, value_antiquant_offset),
+            (key_antiquant_mode, value_antiquant_mode),
+        ),
     )
 
 
