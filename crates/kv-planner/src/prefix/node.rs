@@ -66,6 +66,8 @@ pub(super) struct Node {
     pub key: u64,
     pub twin: u32,
     pub pages: [u32; 2],
+    /// The child that was matched or made last.
+    pub recent: u32,
     /// Children in any tier.
     pub children: u32,
     /// Children present in each tier.

@@ -24,7 +24,7 @@ impl Texts {
         if self.narrow.len() < start + self.page_size {
             self.narrow.resize(start + self.page_size, 0);
         }
-        if tokens.iter().any(|token| u32::try_from(*token).is_err()) {
+        if tokens.iter().fold(0, |bits, token| bits | token) >> 32 != 0 {
             self.wide.insert(slot, tokens.into());
             return;
         }

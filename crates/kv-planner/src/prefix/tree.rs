@@ -30,8 +30,7 @@ impl Hasher for Identity {
 }
 
 /// Hash of a page and of the key above it: fast, seeded per index, and never trusted
-/// without a comparison of the tokens. Keys follow from tokens alone, so those of many
-/// pages are known before the first node is looked at.
+/// without a comparison of the tokens.
 pub(super) type PageKey = fn(seed: u64, above: u64, tokens: &[i64]) -> u64;
 
 const ODD: u64 = 0x9e37_79b9_7f4a_7c15;
@@ -70,7 +69,7 @@ fn page_key(seed: u64, above: u64, tokens: &[i64]) -> u64 {
 pub(super) struct Tree {
     pub page_size: usize,
     pub books: [Books; 2],
-    /// Nodes on the device without a host page, in order of creation.
+    /// Nodes on the device without a host page, in order of creation; none where there is no host tier.
     pub unbacked: BTreeSet<(u64, u32)>,
     pub pins: super::pin::Pins,
     pub live: u64,
@@ -176,14 +175,17 @@ impl Tree {
         (self.key)(self.seed, above, tokens)
     }
 
-    /// The first node of a key.
-    pub fn head(&self, key: u64) -> Option<u32> {
-        self.by_key.get(&key).copied()
-    }
-
-    /// The node of a page below its parent, among the nodes of its key.
-    pub fn child_among(&self, head: Option<u32>, parent: u32, tokens: &[i64]) -> Option<u32> {
-        let mut next = head;
+    /// The node of a page below its parent. Most texts go on as they did the last time, so
+    /// that child is compared first; the key finds the others.
+    pub fn child(&self, parent: u32, tokens: &[i64]) -> Option<u32> {
+        let above = self.node(parent);
+        if above.recent != NONE && self.texts.equal(above.recent, tokens) {
+            return Some(above.recent);
+        }
+        if above.children == u32::from(above.recent != NONE) {
+            return None;
+        }
+        let mut next = self.by_key.get(&self.key(above.key, tokens)).copied();
         while let Some(slot) = next {
             let node = self.node(slot);
             if node.parent == parent && self.texts.equal(slot, tokens) {
@@ -212,6 +214,7 @@ impl Tree {
         let twin = self.by_key.insert(key, slot).unwrap_or(NONE);
         self.nodes[slot as usize].twin = twin;
         self.nodes[parent as usize].children += 1;
+        self.nodes[parent as usize].recent = slot;
         self.live += 1;
         slot
     }
@@ -225,6 +228,7 @@ impl Tree {
             serial: self.serials,
             key,
             twin: NONE,
+            recent: NONE,
             pages: [ABSENT; 2],
             children: 0,
             present_children: [0; 2],
@@ -255,6 +259,7 @@ impl Tree {
         edit(node);
         self.books.iter_mut().for_each(|books| books.enter(node, slot));
         match (before, node.lacks_backup()) {
+            _ if self.books[Tier::Host as usize].pages == 0 => false,
             (false, true) => self.unbacked.insert((node.serial, slot)),
             (true, false) => self.unbacked.remove(&(node.serial, slot)),
             _ => false,
@@ -269,6 +274,8 @@ impl Tree {
         } else {
             self.nodes[slot as usize].last_used = now;
         }
+        let parent = self.node(slot).parent;
+        self.nodes[parent as usize].recent = slot;
     }
 
     pub fn count_use(&mut self, slot: u32) {
@@ -313,7 +320,11 @@ impl Tree {
         }
         self.live -= 1;
         self.recycle(slot);
-        self.nodes[parent as usize].children -= 1;
+        let above = &mut self.nodes[parent as usize];
+        above.children -= 1;
+        if above.recent == slot {
+            above.recent = NONE;
+        }
         if self.node(parent).is_root() && self.node(parent).children == 0 {
             if let Some(namespace) = self.root_names.remove(&parent) {
                 self.roots.remove(&namespace);

@@ -1,8 +1,6 @@
 //! Owns matching and inserting: the two walks from a root along the pages of a
 //! token sequence. It does not own what happens to a page later.
 
-use std::collections::HashSet;
-
 use super::hash::{Namespace, check_tokens};
 use super::node::{ABSENT, NodeId, Tier};
 use super::tree::Tree;
@@ -63,31 +61,22 @@ pub struct Inserted {
     pub shared: Vec<i64>,
 }
 
-/// Pages that a walk looks up at once.
-const AHEAD: usize = 16;
-
 impl Tree {
-    /// Slots of the longest prefix of whole pages. Keys and their nodes are looked up some
-    /// pages ahead, because memory answers several questions in the time of one.
+    /// Slots of the longest prefix of whole pages.
     fn walk(&self, tokens: &[i64], namespace: &Namespace) -> Vec<u32> {
         let mut slots = Vec::new();
         let Some(mut parent) = self.root(namespace) else { return slots };
-        let mut above = self.node(parent).key;
-        let mut heads = [None; AHEAD];
-        for some in tokens.chunks(AHEAD * self.page_size) {
-            let mut keys = [0; AHEAD];
-            for (key, page) in keys.iter_mut().zip(some.chunks_exact(self.page_size)) {
-                above = self.key(above, page);
-                *key = above;
-            }
-            heads.iter_mut().zip(keys).for_each(|(head, key)| *head = self.head(key));
-            for (head, page) in heads.iter().zip(some.chunks_exact(self.page_size)) {
-                let Some(slot) = self.child_among(*head, parent, page) else { return slots };
-                slots.push(slot);
-                parent = slot;
-            }
+        for page in tokens.chunks_exact(self.page_size) {
+            let Some(slot) = self.child(parent, page) else { break };
+            slots.push(slot);
+            parent = slot;
         }
         slots
+    }
+
+    /// Refuses negative tokens behind the pages that a walk found: those equal tokens that were checked once.
+    fn check_behind(&self, tokens: &[i64], known: &[u32]) -> Result<()> {
+        check_tokens(&tokens[known.len() * self.page_size..]).or_else(|_| check_tokens(tokens))
     }
 
     /// Page of each slot in a tier, or -1.
@@ -106,9 +95,9 @@ impl Tree {
         max_tokens: Option<u64>,
         index: u64,
     ) -> Result<PrefixMatch> {
-        check_tokens(tokens)?;
         let limit = max_tokens.map_or(tokens.len(), |limit| limit.min(tokens.len() as u64) as usize);
         let slots = self.walk(&tokens[..limit], namespace);
+        self.check_behind(tokens, &slots)?;
         let now = self.tick();
         slots.iter().for_each(|slot| self.touch(*slot, now));
         self.statistics.matches += 1;
@@ -124,7 +113,8 @@ impl Tree {
     }
 
     pub fn insert(&mut self, tokens: &[i64], pages: &[i64], namespace: &Namespace, tier: Tier) -> Result<Inserted> {
-        check_tokens(tokens)?;
+        let known = self.walk(tokens, namespace);
+        self.check_behind(tokens, &known)?;
         let argument = format!("{}_pages", tier.as_str());
         let whole = tokens.len() / self.page_size;
         if pages.len() != whole {
@@ -137,7 +127,6 @@ impl Tree {
                 "give one page for each whole page of tokens; keep a partial last page",
             ));
         }
-        let known = self.walk(tokens, namespace);
         let pages = self.insertable(&argument, pages, &known, tier)?;
         let mut done = Inserted {
             nodes: Vec::with_capacity(whole),
@@ -151,6 +140,7 @@ impl Tree {
         }
         let now = self.tick();
         let mut parent = self.root_or_new(namespace);
+        let mut slots = Vec::with_capacity(whole);
         for (position, (given, text)) in pages.iter().zip(tokens.chunks_exact(self.page_size)).enumerate() {
             let slot = match known.get(position) {
                 Some(slot) => *slot,
@@ -158,17 +148,28 @@ impl Tree {
             };
             self.touch(slot, now);
             self.count_use(slot);
-            match self.node(slot).page(tier) {
+            let own = match self.node(slot).page(tier) {
                 ABSENT => {
-                    self.add_page(slot, tier, *given);
                     done.taken.push(position as i64);
+                    *given
                 }
-                own if own == *given => done.shared.push(i64::from(own)),
-                _ => done.duplicate.push(i64::from(*given)),
-            }
+                own if own == *given => {
+                    done.shared.push(i64::from(own));
+                    own
+                }
+                own => {
+                    done.duplicate.push(i64::from(*given));
+                    own
+                }
+            };
             done.nodes.push(self.id(slot));
-            done.pages.push(i64::from(self.node(slot).page(tier)));
+            done.pages.push(i64::from(own));
+            slots.push(slot);
             parent = slot;
+        }
+        // From the last page on, so that no page is a leaf for as long as the next one takes.
+        for position in done.taken.iter().rev().map(|position| *position as usize) {
+            self.add_page(slots[position], tier, pages[position]);
         }
         self.statistics.inserted_pages += done.taken.len() as u64;
         self.statistics.duplicate_pages += done.duplicate.len() as u64;
@@ -178,16 +179,21 @@ impl Tree {
     /// Pages of an insert, checked before anything changes.
     fn insertable(&self, argument: &str, pages: &[i64], known: &[u32], tier: Tier) -> Result<Vec<u32>> {
         let books = &self.books[tier as usize];
-        let mut seen = HashSet::with_capacity(pages.len());
         let mut usable = Vec::with_capacity(pages.len());
         for (position, page) in pages.iter().enumerate() {
             let number = books.usable(argument, position, *page)?;
             let owner = books.owner(number);
-            let its_own = owner.is_some() && owner == known.get(position).copied();
-            if !seen.insert(number) || (owner.is_some() && !its_own) {
+            if owner.is_some() && owner != known.get(position).copied() {
                 return Err(held(argument, position, *page, owner.map(|slot| self.id(slot))));
             }
             usable.push(number);
+        }
+        let mut sorted = usable.clone();
+        sorted.sort_unstable();
+        if let Some(twice) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+            let position = usable.iter().rposition(|page| *page == twice[0]).unwrap_or_default();
+            let owner = books.owner(twice[0]);
+            return Err(held(argument, position, pages[position], owner.map(|slot| self.id(slot))));
         }
         Ok(usable)
     }
