@@ -265,6 +265,7 @@ def wheel(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure (`-- planner`, `-- demo`) beside references in the same run; bench-results/, a table, 1 on a miss."""
     known = {path.stem: path for folder in BENCHES for path in sorted(ROOT.glob(f"{folder}/*.py"))}
+    known.pop("planner_tree")  # it has a session of its own
     chosen = [known[name] for name in session.posargs if name in known]
     if not chosen or len(chosen) != len(session.posargs):
         session.error(f"name the benches to run: {', '.join(sorted(known))}")
@@ -273,6 +274,17 @@ def bench(session: nox.Session) -> None:
     session.env["OMP_NUM_THREADS"] = "1"  # the demo's processes share the cores; so does its reference
     for path in chosen:
         session.run("python", str(path))
+
+
+@nox.session
+def bench_tree(session: nox.Session) -> None:
+    """The prefix index beside SGLang's compiled tree, in the environment of `golden`. Optional, as that is."""
+    session.env.update(ENVIRONMENT)
+    session.install(*_group("golden"), *_group("engines"), "rich")
+    session.install("--no-deps", *_group("engine"))
+    session.install("--no-deps", "--reinstall-package", "kv-planner", str(PLANNER_SHELL))
+    session.env["PYTHONPATH"] = str(ROOT / "tools")
+    session.run("python", "-W", "ignore", str(PLANNER / "benches/planner_tree.py"))
 
 
 @nox.session

@@ -23,7 +23,7 @@ pub fn split_heads(total_heads: u64, tp_rank: u64, tp_size: u64) -> Result<HeadR
         let share = total_heads / tp_size;
         return Ok((tp_rank * share, (tp_rank + 1) * share));
     }
-    if total_heads > 0 && tp_size.is_multiple_of(total_heads) {
+    if tp_size.is_multiple_of(total_heads) {
         let head = tp_rank / (tp_size / total_heads);
         return Ok((head, head + 1));
     }
@@ -93,6 +93,13 @@ mod tests {
     fn shares_divide() {
         let ranges: Vec<_> = (0..4).map(|rank| split_heads(8, rank, 4).unwrap()).collect();
         assert_eq!(ranges, [(0, 2), (2, 4), (4, 6), (6, 8)]);
+    }
+
+    #[test]
+    fn a_rank_behind_the_owners_is_none_of_them() {
+        let positions = |owners: Owners| (3..7).map(|rank| owners.position(rank)).collect::<Vec<_>>();
+        assert_eq!(positions(Owners::Span(4, 2)), [None, Some(0), Some(1), None]);
+        assert_eq!(positions(Owners::Listed(vec![4, 6])), [None, Some(0), None, Some(1)]);
     }
 
     #[test]

@@ -4,7 +4,7 @@ mod common;
 
 use std::collections::BTreeMap;
 
-use common::{World, byte_map, bytes_of, world};
+use common::{Label, World, byte_map, bytes_of, state_world, world};
 use kv_planner::*;
 use proptest::prelude::*;
 
@@ -31,6 +31,20 @@ fn blocks(lowered: &LoweredPlan) -> Vec<(u64, u64, u64)> {
     lowered.batches.iter().flat_map(rows).collect()
 }
 
+/// What every destination rank holds afterwards: its own labels, on the paired items.
+fn expected(world: &World) -> Vec<BTreeMap<u64, Label>> {
+    let number = |page: &i64| *page as u64;
+    let pages: BTreeMap<u64, u64> =
+        world.destination_pages.iter().map(number).zip(world.source_pages.iter().map(number)).collect();
+    let image = |manifest: &std::sync::Arc<RankManifest>| {
+        let mut own = bytes_of(manifest);
+        own.retain(|_, label| pages.contains_key(&label.1));
+        own.values_mut().for_each(|label| label.1 = pages[&label.1]);
+        own
+    };
+    world.agreement.remote.manifests().iter().map(image).collect()
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 160, ..ProptestConfig::default() })]
 
@@ -38,17 +52,16 @@ proptest! {
     /// no other byte is written.
     #[test]
     fn every_byte_arrives_once_and_nothing_else(world in any_world(), capabilities in limits()) {
-        let pages: BTreeMap<u64, u64> =
-            world.destination_pages.iter().map(|page| *page as u64).zip(world.source_pages.iter().map(|page| *page as u64)).collect();
-        let images = world.received(&capabilities);
-        for (manifest, image) in world.agreement.remote.manifests().iter().zip(images) {
-            let mut expected = bytes_of(manifest);
-            expected.retain(|_, label| pages.contains_key(&label.1));
-            for label in expected.values_mut() {
-                label.1 = pages[&label.1];
-            }
-            prop_assert_eq!(image, expected);
-        }
+        prop_assert_eq!(world.received(&capabilities), expected(&world));
+    }
+
+    /// The same for states of several rows whose groups are sharded one by one.
+    #[test]
+    fn every_byte_of_a_state_arrives_once(
+        seed in any::<u64>(), source in sizes(), destination in sizes(), draft in any::<bool>(), capabilities in limits()
+    ) {
+        let world = state_world(seed, source, destination, draft);
+        prop_assert_eq!(world.received(&capabilities), expected(&world));
     }
 
     #[test]
@@ -127,7 +140,7 @@ proptest! {
         let layout = staged.agreement.layout().clone();
         let joined = common::deployment(&mut common::Dice::new(seed ^ 1), &layout, 1, 1);
         let agreement = agree(Side::Deployment(joined), staged.agreement.remote.clone()).unwrap();
-        let joined = World { agreement, source_pages: staged.source_pages.clone(), destination_pages: staged.destination_pages.clone() };
+        let joined = World { agreement, kind: staged.kind, source_pages: staged.source_pages.clone(), destination_pages: staged.destination_pages.clone() };
         let free = Capabilities::default();
         prop_assert_eq!(staged.received(&free), joined.received(&free));
     }

@@ -146,8 +146,7 @@ fn entry(
         let head = tp_rank / (tp_size / spec.total_heads);
         (head, head + 1)
     };
-    let item_bytes =
-        layout.page_size / spec.compression * (head_range.1 - head_range.0) * spec.dims * spec.dtype.itemsize();
+    let item_bytes = tokens(layout, spec) * (head_range.1 - head_range.0) * spec.dims * spec.dtype.itemsize();
     let item_stride = item_bytes + dice.pick(&[0, 0, 3]);
     BufferEntry {
         component: spec.component,
@@ -166,6 +165,30 @@ fn entry(
 /// Where a byte belongs: name, page, token, global head, dim, byte of the element.
 pub type Label = (EntryName, u64, u64, u64, u64, u64);
 
+fn tokens(layout: &ModelLayout, spec: &ComponentSpec) -> u64 {
+    if spec.item_kind == ItemKind::Page { layout.page_size / spec.compression } else { spec.rows }
+}
+
+/// (token, head, dim) of every element of an item, in the order of memory: groups lie just outside the heads.
+fn elements(layout: &ModelLayout, spec: &ComponentSpec, heads: u64) -> Vec<(u64, u64, u64)> {
+    let groups = if spec.groups.is_empty() { vec![spec.dims] } else { spec.groups.clone() };
+    let mut indices = vec![(0, 0, 0, 0)];
+    for axis in spec.axes {
+        let mut next = Vec::new();
+        for (token, group, head, dim) in indices {
+            match axis {
+                Axis::Token => next.extend((0..tokens(layout, spec)).map(|token| (token, group, head, dim))),
+                Axis::Head => next
+                    .extend((0..groups.len()).flat_map(|group| (0..heads).map(move |head| (token, group, head, dim)))),
+                Axis::Dim => next.extend((0..groups[group]).map(|dim| (token, group, head, dim))),
+            }
+        }
+        indices = next;
+    }
+    let place = |(token, group, head, dim)| (token, head, groups[..group].iter().sum::<u64>() + dim);
+    indices.into_iter().map(place).collect()
+}
+
 /// Address of every labelled byte of a rank.
 pub fn bytes_of(manifest: &RankManifest) -> BTreeMap<u64, Label> {
     let layout = &manifest.layout;
@@ -173,27 +196,14 @@ pub fn bytes_of(manifest: &RankManifest) -> BTreeMap<u64, Label> {
     for entry in &manifest.entries {
         let same = |spec: &&ComponentSpec| spec.component == entry.component && spec.part == entry.part;
         let spec = layout.components.iter().find(same).unwrap();
-        let heads = entry.head_range.1 - entry.head_range.0;
-        for page in 0..ITEMS {
-            for token in 0..layout.page_size / spec.compression {
-                for head in 0..heads {
-                    for dim in 0..spec.dims {
-                        let mut element = 0;
-                        for axis in spec.axes {
-                            let (index, extent) = match axis {
-                                Axis::Token => (token, layout.page_size / spec.compression),
-                                Axis::Head => (head, heads),
-                                Axis::Dim => (dim, spec.dims),
-                            };
-                            element = element * extent + index;
-                        }
-                        for byte in 0..spec.dtype.itemsize() {
-                            let inside = element * spec.dtype.itemsize() + byte;
-                            let address = entry.address + page * entry.item_stride + inside;
-                            let label = (entry.name(), page, token, entry.head_range.0 + head, dim, byte);
-                            assert!(bytes.insert(address, label).is_none());
-                        }
-                    }
+        let order = elements(layout, spec, entry.head_range.1 - entry.head_range.0);
+        for item in 0..ITEMS {
+            for (element, (token, head, dim)) in order.iter().enumerate() {
+                for byte in 0..spec.dtype.itemsize() {
+                    let inside = element as u64 * spec.dtype.itemsize() + byte;
+                    let address = entry.address + item * entry.item_stride + inside;
+                    let label = (entry.name(), item, *token, entry.head_range.0 + head, *dim, byte);
+                    assert!(bytes.insert(address, label).is_none());
                 }
             }
         }
@@ -221,6 +231,7 @@ pub struct World {
     pub agreement: Agreement,
     pub source_pages: Vec<i64>,
     pub destination_pages: Vec<i64>,
+    pub kind: ItemKind,
 }
 
 pub fn world(seed: u64, source: (u64, u64), destination: (u64, u64), draft: bool) -> World {
@@ -228,19 +239,48 @@ pub fn world(seed: u64, source: (u64, u64), destination: (u64, u64), draft: bool
     let components = [Component::Key, Component::Value, Component::IndexKey];
     let kinds = 1 + dice.below(3) as usize;
     let layout = layout(&mut dice, &components[..kinds], draft);
-    let local = deployment(&mut dice, &layout, source.0, source.1);
-    let remote = deployment(&mut dice, &layout, destination.0, destination.1);
+    between(dice, &layout, source, destination, ItemKind::Page)
+}
+
+/// Two sides with states of several rows, whose groups are sharded one by one.
+pub fn state_world(seed: u64, source: (u64, u64), destination: (u64, u64), draft: bool) -> World {
+    let mut dice = Dice::new(seed);
+    let mut own = ModelLayout::clone(&layout(&mut dice, &[Component::State], draft));
+    for spec in &mut own.components {
+        spec.item_kind = ItemKind::RequestRow;
+        spec.compression = 1;
+        spec.rows = 1 + dice.below(3);
+        spec.groups = (0..1 + dice.below(3)).map(|_| 1 + dice.below(3)).collect();
+        spec.dims = spec.groups.iter().sum();
+        let place = |axis| spec.axes.iter().position(|own| *own == axis).unwrap();
+        let (head, dim) = (place(Axis::Head), place(Axis::Dim));
+        spec.axes.swap(head, if dim < head { dim } else { head });
+    }
+    let layout = Arc::new(own.validated().unwrap());
+    between(dice, &layout, source, destination, ItemKind::RequestRow)
+}
+
+fn between(
+    mut dice: Dice,
+    layout: &Arc<ModelLayout>,
+    source: (u64, u64),
+    destination: (u64, u64),
+    kind: ItemKind,
+) -> World {
+    let local = deployment(&mut dice, layout, source.0, source.1);
+    let remote = deployment(&mut dice, layout, destination.0, destination.1);
     let count = dice.below(ITEMS) as usize;
     World {
         agreement: agree(Side::Deployment(local), Side::Deployment(remote)).unwrap(),
         source_pages: dice.pages(count, ITEMS),
         destination_pages: dice.pages(count, ITEMS),
+        kind,
     }
 }
 
 impl World {
     pub fn runs(&self) -> Runs {
-        Runs::new(&self.source_pages, &self.destination_pages).unwrap()
+        Runs::of_kind(&self.source_pages, &self.destination_pages, self.kind).unwrap()
     }
 
     /// Label that every byte of every destination rank receives.
