@@ -7,11 +7,12 @@ import pickle
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import spec_kernels as sk
 import torch
-from spec_kernels.capabilities import parse_version
+from spec_kernels.capabilities import parse_version, toolkit_version
 from spec_kernels.fia_rules import FiaShape, plan_fia
 
 NPU = sk.Capabilities(torch_npu="2.12.0")
@@ -36,6 +37,48 @@ def test_an_ineligible_backend_lists_the_eligible_ones_and_reasons() -> None:
         sk.choose("paged_attention", "npu", "npu", capabilities=NONE)
     with pytest.raises(sk.BackendError, match=r"needs torch_npu 2\.12\.0, found 2\.9\.0"):
         sk.choose("paged_attention", "npu", "npu", capabilities=sk.Capabilities(torch_npu="2.9.0"))
+
+
+def test_torch_npu_that_cannot_be_loaded_is_not_eligible() -> None:
+    """Installed beside no Ascend libraries, as on a build machine: said before a call, and found by a fresh process."""
+    broken = sk.Capabilities(torch_npu="2.12.0", load_error="libhccl.so: cannot open shared object file")
+    assert sk.choose("paged_attention", "npu", capabilities=broken) == "native"
+    with pytest.raises(sk.BackendError, match=r"torch_npu 2\.12\.0 cannot be loaded: libhccl\.so"):
+        sk.choose("paged_attention", "npu", "npu", capabilities=broken)
+    code = (
+        "import spec_kernels as sk\n"
+        "print(sk.backends('paged_attention', 'npu')[0].reason)\n"
+        "try:\n"
+        "    import torch_npu\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+        "else:\n"
+        "    print('loads')\n"
+    )
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    reason, found = done.stdout.splitlines()[-2:]
+    assert (reason == "None") == (found == "loads")
+
+
+def test_the_toolkit_says_its_version(tmp_path: Path) -> None:
+    assert toolkit_version(tmp_path) is None
+    (tmp_path / "aarch64-linux").mkdir()
+    note = tmp_path / "aarch64-linux/ascend_toolkit_install.info"
+    note.write_text("package_name=Ascend-cann-toolkit\nversion=8.5.0\ninnerversion=V100\n")
+    assert toolkit_version(tmp_path) == "8.5.0"
+
+
+def test_limits_that_a_later_cann_lifted() -> None:
+    packed = replace(BASE, heads=3, ragged=True, width=4)
+    with pytest.raises(sk.UnsupportedByOp, match="widths out of"):
+        plan_fia(packed, causal=True, cann="9.0.0")
+    assert plan_fia(packed, causal=True, cann="9.1.0").layout == "TND"
+    assert plan_fia(replace(packed, page_size=64), causal=True, cann="9.1.0").layout == "TND"
+    latent = replace(BASE, dims=512, value_dims=512, rope=64, kv_heads=1, heads=8, page_size=32)
+    with pytest.raises(sk.UnsupportedByOp, match="16 or 128 tokens"):
+        plan_fia(latent, causal=True)
+    assert plan_fia(latent, causal=True, cann="9.2").layout == "BSND"
 
 
 def test_unknown_op() -> None:

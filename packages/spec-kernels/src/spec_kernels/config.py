@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["triton_interpreted"]
+__all__ = ["cann_home", "triton_interpreted"]
+
+
+def cann_home() -> str | None:
+    """Folder of the CANN toolkit, as its `set_env.sh` names it."""
+    return os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME") or None
 
 
 def triton_interpreted() -> bool:

@@ -230,6 +230,8 @@ def _reason(op: str, backend: BackendName, device_type: str, have: Capabilities)
             return "torch_npu is not installed"
         if parse_version(have.torch_npu) < parse_version(entry.torch_npu):
             return f"needs torch_npu {entry.torch_npu}, found {have.torch_npu}"
+        if have.load_error is not None:
+            return f"torch_npu {have.torch_npu} cannot be loaded: {have.load_error}"
     return None
 
 

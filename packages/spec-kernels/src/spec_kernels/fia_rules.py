@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from spec_kernels.capabilities import parse_version
 from spec_kernels.errors import DtypeError, UnsupportedByOp
 
 __all__ = ["FiaPlan", "FiaShape", "plan_fia"]
@@ -84,13 +85,15 @@ class FiaPlan:
         return self.sparse_mode != 0
 
 
-def plan_fia(shape: FiaShape, *, causal: bool, masked: bool = False) -> FiaPlan:
+def plan_fia(shape: FiaShape, *, causal: bool, masked: bool = False, cann: str | None = None) -> FiaPlan:
     """Choose a layout that the operator accepts.
 
     Args:
         shape: Sizes of the call.
         causal: Whether queries see only positions up to their own. One query token a row sees everything either way.
         masked: Whether the caller passes a mask of its own; BSND takes one.
+        cann: Version of CANN. From 9.1 on, TND takes float16, heads of 64 without groups and, as rope parts do, pages
+            of 16 to 1024 tokens. Unknown: the older limits hold.
 
     Raises:
         DtypeError: The operator takes float16 and bfloat16 only.
@@ -104,8 +107,12 @@ def plan_fia(shape: FiaShape, *, causal: bool, masked: bool = False) -> FiaPlan:
             consequence="the device's operator refuses it",
             remedy="cast the query, keep the cache in half precision, or pass backend='native'",
         )
+    wide = cann is not None and parse_version(cann) >= (9, 1)
     common = _common(shape)
-    reasons: dict[Literal["BSND", "TND"], list[str]] = {"BSND": common + _bsnd(shape), "TND": common + _tnd(shape)}
+    reasons: dict[Literal["BSND", "TND"], list[str]] = {
+        "BSND": common + _pages(shape, wide and shape.rope > 0) + _bsnd(shape),
+        "TND": common + _pages(shape, wide) + _tnd(shape, wide),
+    }
     if masked:
         reasons["TND"].append("no mask for every query token")
     packed_first = shape.ragged or shape.dims != shape.value_dims or (shape.window and shape.width == 1)
@@ -132,13 +139,6 @@ def _common(shape: FiaShape) -> list[str]:
         found.append(f"head dims up to 512, not {max(shape.dims, shape.value_dims)}")
     if shape.dims % 16 or shape.value_dims % 16:
         found.append(f"head dims in multiples of 16, not {shape.dims} and {shape.value_dims}")
-    if shape.rope:
-        if shape.page_size not in (16, 128):
-            found.append(f"pages of 16 or 128 tokens with rope parts, not {shape.page_size}")
-    elif shape.width == 1 and (shape.page_size % 16 or shape.page_size > 512):
-        found.append(f"pages of 16 to 512 tokens in multiples of 16, not {shape.page_size}")
-    elif shape.width > 1 and (shape.page_size % 128 or not 128 <= shape.page_size <= 512):
-        found.append(f"pages of 128, 256, 384 or 512 tokens for more than one query token, not {shape.page_size}")
     if shape.sinks and shape.fia == "v1":
         found.append("sinks in version 2 only")
     if shape.rope:
@@ -154,6 +154,19 @@ def _common(shape: FiaShape) -> list[str]:
     if shape.blocks > shape.pages:
         found.append(f"no more blocks over all requests than the cache has pages, {shape.blocks} over {shape.pages}")
     return found
+
+
+def _pages(shape: FiaShape, wide: bool) -> list[str]:
+    size = shape.page_size
+    if wide:
+        return [] if size % 16 == 0 and size <= 1024 else [f"pages of 16 to 1024 tokens in multiples of 16, not {size}"]
+    if shape.rope:
+        return [] if size in (16, 128) else [f"pages of 16 or 128 tokens with rope parts, not {size}"]
+    if shape.width == 1 and (size % 16 or size > 512):
+        return [f"pages of 16 to 512 tokens in multiples of 16, not {size}"]
+    if shape.width > 1 and (size % 128 or not 128 <= size <= 512):
+        return [f"pages of 128, 256, 384 or 512 tokens for more than one query token, not {size}"]
+    return []
 
 
 def _latent(shape: FiaShape) -> list[str]:
@@ -185,11 +198,12 @@ def _bsnd(shape: FiaShape) -> list[str]:
     return found
 
 
-def _tnd(shape: FiaShape) -> list[str]:
+def _tnd(shape: FiaShape, wide: bool) -> list[str]:
     found = []
-    if not shape.rope and (shape.dims, shape.value_dims) not in _TND_WIDTHS:
-        found.append(f"widths out of {list(_TND_WIDTHS)}, not {(shape.dims, shape.value_dims)}")
-    if not shape.rope and shape.dtype != torch.bfloat16:
+    widths = (*_TND_WIDTHS, (64, 64)) if wide and shape.heads == shape.kv_heads else _TND_WIDTHS
+    if not shape.rope and (shape.dims, shape.value_dims) not in widths:
+        found.append(f"widths out of {list(widths)}, not {(shape.dims, shape.value_dims)}")
+    if not shape.rope and not wide and shape.dtype != torch.bfloat16:
         found.append(f"bfloat16, not {shape.dtype}")
     if shape.sinks and shape.value_dims > 128:
         found.append(f"sinks with values of at most 128, not {shape.value_dims}")

@@ -9,6 +9,7 @@ import pytest
 import spec_kernels as sk
 import torch
 import torch_npu
+from ascend_emulator.kernels.pose import set_pose
 from spec_kernels.npu import attention as npu_attention
 
 NPU = "npu:0"
@@ -83,6 +84,32 @@ def test_what_the_operator_documents_as_refused_is_a_typed_error(attention_case:
         inputs = [tensor.to(NPU) for tensor in (case.query, case.key, case.value)]
         options = {"scale": case.scale, "page_size": case.page_size}
         sk.paged_attention(inputs[0], inputs[1], inputs[2], case.metadata("cpu"), **options)
+
+
+def test_a_later_cann_takes_more(attention_case: Case, close: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of 64 in float16, a window, small pages: TND from CANN 9.1 on, and what the emulator then takes."""
+    case = attention_case(
+        kv_lens=[70, 33], width=1, dtype=torch.float16, heads=2, kv_heads=2, dims=64, value_dims=64, page_size=16
+    )
+    query, key, value = (tensor.to(NPU) for tensor in (case.query, case.key, case.value))
+    options: dict[str, Any] = {"scale": case.scale, "page_size": 16, "window": 20}
+    native = sk.paged_attention(query, key, value, case.metadata(NPU), backend="native", **options)
+    monkeypatch.setattr(npu_attention, "detect", lambda: sk.Capabilities(torch_npu="2.12.0", cann="9.1.0"))
+    calls: list[str] = []
+    operator = torch_npu.npu_fused_infer_attention_score_v2
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs["input_layout"])
+        return operator(*args, **kwargs)
+
+    monkeypatch.setattr(torch_npu, "npu_fused_infer_attention_score_v2", watched)
+    set_pose(cann="9.1")
+    try:
+        found = sk.paged_attention(query, key, value, case.metadata(NPU), **options)
+    finally:
+        set_pose()
+    assert calls == ["TND"]
+    close(found, native.cpu().double())
 
 
 def test_an_empty_batch_launches_nothing() -> None:

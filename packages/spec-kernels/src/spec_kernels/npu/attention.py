@@ -13,6 +13,7 @@ import torch
 import torch_npu
 
 from spec_kernels.attention_checks import AttentionExtras, CacheSizes
+from spec_kernels.capabilities import detect
 from spec_kernels.errors import CaptureError, UnsupportedByOp
 from spec_kernels.fia_rules import FiaPlan, FiaShape, plan_fia
 from spec_kernels.paged_metadata import PagedAttentionMetadata, exact_length_mask
@@ -37,7 +38,7 @@ def run(
     """Backend entry of `spec_kernels.paged_attention`; arguments have been checked there."""
     rows, width, heads, dims = query.shape
     shape = _shape(query, key_cache, value_cache, metadata, fia, extras, width=width, rows=rows)
-    plan = plan_fia(shape, causal=causal, masked=metadata.mask is not None)
+    plan = plan_fia(shape, causal=causal, masked=metadata.mask is not None, cann=detect().cann)
     if not rows or not width:
         return query.new_empty((rows, width, heads, shape.value_dims))
     mask = None
@@ -81,7 +82,7 @@ def run_ragged(
     kept = PagedAttentionMetadata(table, q_lens, kv_lens)
     shape = _shape(query, key_cache, value_cache, kept, fia, extras, width=max(q_lens), rows=len(live), ragged=True)
     try:
-        plan = plan_fia(shape, causal=causal)
+        plan = plan_fia(shape, causal=causal, cann=detect().cann)
     except UnsupportedByOp:
         return _row_by_row(out, query, key_cache, value_cache, kept, scale=scale, causal=causal, fia=fia, extras=extras)
     tokens = sum(q_lens)
