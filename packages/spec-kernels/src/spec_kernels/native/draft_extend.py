@@ -6,11 +6,13 @@ not alias destinations here (see `spec_kernels.draft_extend`, which owns the con
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import torch
 
 from spec_kernels.draft_extend import DraftExtendBatch, DraftExtendBuffers
 
-__all__ = ["OUTPUTS", "SOURCES", "copy_rows", "fill_draft_extend_buffers", "run", "schema"]
+__all__ = ["OUTPUTS", "SOURCES", "Body", "as_op", "copy_rows", "entry", "fill_draft_extend_buffers", "run"]
 
 OUTPUTS = (
     "input_ids",
@@ -30,77 +32,69 @@ _OPTIONAL = OUTPUTS[8:]
 SOURCES = (*OUTPUTS[:7], *OUTPUTS[8:10])
 
 
-def schema() -> str:
-    """Schema of the operator, shared by its backends."""
+def _schema() -> str:
     outputs = [f"Tensor(a{i}!){'?' if name in _OPTIONAL else ''} {name}" for i, name in enumerate(OUTPUTS)]
     sources = [f"Tensor{'?' if name in _OPTIONAL else ''} src_{name}" for name in SOURCES]
     return f"({', '.join(outputs + sources)}, *, SymInt bs, SymInt width, SymInt front, SymInt fill) -> ()"
 
 
-@torch.library.custom_op("spec_kernels::fill_draft_extend_buffers", mutates_args=OUTPUTS, schema=schema())
-def fill_draft_extend_buffers(
-    input_ids: torch.Tensor,
-    positions: torch.Tensor,
-    out_cache_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    num_correct_drafts: torch.Tensor,
-    num_accept_tokens: torch.Tensor,
-    select_index: torch.Tensor,
-    temperatures: torch.Tensor | None,
-    hidden_states: torch.Tensor | None,
-    global_num_tokens: torch.Tensor | None,
-    global_num_tokens_for_logprob: torch.Tensor | None,
-    src_input_ids: torch.Tensor,
-    src_positions: torch.Tensor,
-    src_out_cache_loc: torch.Tensor,
-    src_seq_lens: torch.Tensor,
-    src_req_pool_indices: torch.Tensor,
-    src_num_correct_drafts: torch.Tensor,
-    src_num_accept_tokens: torch.Tensor,
-    src_temperatures: torch.Tensor | None,
-    src_hidden_states: torch.Tensor | None,
-    *,
-    bs: int,
-    width: int,
-    front: int,
-    fill: int,
-) -> None:
-    """See `spec_kernels.fill_draft_extend_buffers`.
+class Body(Protocol):
+    """What a backend does with a batch that was checked."""
 
-    Mutates: every argument without the prefix `src_`.
-    """
-    copy_rows(input_ids, src_input_ids, 0)
-    copy_rows(positions, src_positions, 0)
-    copy_rows(out_cache_loc, src_out_cache_loc, 0)
-    copy_rows(seq_lens, src_seq_lens, fill)
-    copy_rows(req_pool_indices, src_req_pool_indices, 0)
-    copy_rows(num_correct_drafts, src_num_correct_drafts, 0)
-    copy_rows(num_accept_tokens, src_num_accept_tokens, -1)
-    torch.arange(
-        front, front + width * select_index.shape[0], width, dtype=select_index.dtype, device=select_index.device,
-        out=select_index,
-    )  # fmt: skip
-    select_index.add_(num_correct_drafts)
-    if temperatures is not None:
-        copy_rows(temperatures.view(-1), src_temperatures, 1.0)
-    if hidden_states is not None:
-        copy_rows(hidden_states, src_hidden_states, 0)
-    for counts in (global_num_tokens, global_num_tokens_for_logprob):
+    def __call__(
+        self, buffers: DraftExtendBuffers, batch: DraftExtendBatch, *, bs: int, width: int, front: int, fill: int
+    ) -> None:
+        """Write every buffer."""
+        ...
+
+
+def as_op(name: str, body: Body) -> Any:
+    """Register a backend's body as a custom operator over the single tensors; it mutates the buffers and no source."""
+
+    @torch.library.custom_op(f"spec_kernels::{name}", mutates_args=OUTPUTS, schema=_schema())
+    def op(*tensors: Any, bs: int, width: int, front: int, fill: int) -> None:
+        buffers, batch = tensors[: len(OUTPUTS)], tensors[len(OUTPUTS) :]
+        body(DraftExtendBuffers(*buffers), DraftExtendBatch(*batch), bs=bs, width=width, front=front, fill=fill)
+
+    @op.register_fake
+    def _fake(*tensors: Any, bs: int, width: int, front: int, fill: int) -> None:
+        return None
+
+    return op
+
+
+def entry(op: Any) -> Body:
+    """Return the backend entry of such an operator."""
+
+    def run(
+        buffers: DraftExtendBuffers, batch: DraftExtendBatch, *, bs: int, width: int, front: int, fill: int
+    ) -> None:
+        outputs = [getattr(buffers, name) for name in OUTPUTS]
+        sources = [getattr(batch, name) for name in SOURCES]
+        op(*outputs, *sources, bs=bs, width=width, front=front, fill=fill)
+
+    return run
+
+
+def _fill(buffers: DraftExtendBuffers, batch: DraftExtendBatch, *, bs: int, width: int, front: int, fill: int) -> None:
+    copy_rows(buffers.input_ids, batch.input_ids, 0)
+    copy_rows(buffers.positions, batch.positions, 0)
+    copy_rows(buffers.out_cache_loc, batch.out_cache_loc, 0)
+    copy_rows(buffers.seq_lens, batch.seq_lens, fill)
+    copy_rows(buffers.req_pool_indices, batch.req_pool_indices, 0)
+    copy_rows(buffers.num_correct_drafts, batch.num_correct_drafts, 0)
+    copy_rows(buffers.num_accept_tokens, batch.num_accept_tokens, -1)
+    select = buffers.select_index
+    stop = front + width * select.shape[0]
+    torch.arange(front, stop, width, dtype=select.dtype, device=select.device, out=select)
+    select.add_(buffers.num_correct_drafts)
+    if buffers.temperatures is not None:
+        copy_rows(buffers.temperatures.view(-1), batch.temperatures, 1.0)
+    if buffers.hidden_states is not None:
+        copy_rows(buffers.hidden_states, batch.hidden_states, 0)
+    for counts in (buffers.global_num_tokens, buffers.global_num_tokens_for_logprob):
         if counts is not None:
             counts.fill_(bs * width)
-
-
-@fill_draft_extend_buffers.register_fake
-def _fill_draft_extend_buffers_fake(*args: torch.Tensor | None, bs: int, width: int, front: int, fill: int) -> None:
-    return None
-
-
-def run(buffers: DraftExtendBuffers, batch: DraftExtendBatch, *, bs: int, width: int, front: int, fill: int) -> None:
-    """Backend entry."""
-    outputs = [getattr(buffers, name) for name in OUTPUTS]
-    sources = [getattr(batch, name) for name in SOURCES]
-    fill_draft_extend_buffers(*outputs, *sources, bs=bs, width=width, front=front, fill=fill)
 
 
 def copy_rows(target: torch.Tensor, source: torch.Tensor | None, fill: float) -> None:
@@ -110,3 +104,7 @@ def copy_rows(target: torch.Tensor, source: torch.Tensor | None, fill: float) ->
         target[:rows].copy_(source)
     if rows < target.shape[0]:
         target[rows:].fill_(fill)
+
+
+fill_draft_extend_buffers = as_op("fill_draft_extend_buffers", _fill)
+run = entry(fill_draft_extend_buffers)

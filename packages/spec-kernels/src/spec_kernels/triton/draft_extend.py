@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from spec_kernels.draft_extend import DraftExtendBatch, DraftExtendBuffers
-from spec_kernels.native.draft_extend import OUTPUTS, SOURCES, schema
+from spec_kernels.native.draft_extend import as_op, entry
 from spec_kernels.tiling import grid, tile
 
 __all__ = ["fill_draft_extend_buffers", "run"]
@@ -69,39 +69,7 @@ def _hidden_kernel(hidden, source, row_step, column_step, tokens, max_tokens, wi
         tl.store(hidden + row * width + column, value, mask=inside)
 
 
-@torch.library.custom_op("spec_kernels::fill_draft_extend_buffers_triton", mutates_args=OUTPUTS, schema=schema())
-def fill_draft_extend_buffers(
-    input_ids: torch.Tensor,
-    positions: torch.Tensor,
-    out_cache_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    num_correct_drafts: torch.Tensor,
-    num_accept_tokens: torch.Tensor,
-    select_index: torch.Tensor,
-    temperatures: torch.Tensor | None,
-    hidden_states: torch.Tensor | None,
-    global_num_tokens: torch.Tensor | None,
-    global_num_tokens_for_logprob: torch.Tensor | None,
-    src_input_ids: torch.Tensor,
-    src_positions: torch.Tensor,
-    src_out_cache_loc: torch.Tensor,
-    src_seq_lens: torch.Tensor,
-    src_req_pool_indices: torch.Tensor,
-    src_num_correct_drafts: torch.Tensor,
-    src_num_accept_tokens: torch.Tensor,
-    src_temperatures: torch.Tensor | None,
-    src_hidden_states: torch.Tensor | None,
-    *,
-    bs: int,
-    width: int,
-    front: int,
-    fill: int,
-) -> None:
-    """See `spec_kernels.fill_draft_extend_buffers`.
-
-    Mutates: every argument without the prefix `src_`.
-    """
+def _fill(buffers: DraftExtendBuffers, batch: DraftExtendBatch, *, bs: int, width: int, front: int, fill: int) -> None:
     written: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def dense(buffer: torch.Tensor) -> torch.Tensor:
@@ -111,50 +79,44 @@ def fill_draft_extend_buffers(
         return written[-1][1]
 
     def dense_or_void(buffer: torch.Tensor | None) -> torch.Tensor:
-        return src_seq_lens if buffer is None else dense(buffer)  # an absent one is never written
+        return batch.seq_lens if buffer is None else dense(buffer)  # an absent one is never written
 
-    tokens, max_tokens = src_input_ids.shape[0], input_ids.shape[0]
+    tokens, max_tokens = batch.input_ids.shape[0], buffers.input_ids.shape[0]
     size = tile(min(max_tokens, 1024), itemsize=8)
     if max_tokens:
         _token_kernel[grid(-(-max_tokens // size))](
-            dense(input_ids), dense(positions), dense(out_cache_loc), src_input_ids.contiguous(),
-            src_positions.contiguous(), src_out_cache_loc.contiguous(), tokens, max_tokens, TILE=size,
+            dense(buffers.input_ids), dense(buffers.positions), dense(buffers.out_cache_loc),
+            batch.input_ids.contiguous(), batch.positions.contiguous(), batch.out_cache_loc.contiguous(), tokens,
+            max_tokens, TILE=size,
         )  # fmt: skip
-    max_rows = seq_lens.shape[0]
-    ranks = 0 if global_num_tokens is None else global_num_tokens.shape[0]
-    logprob_ranks = 0 if global_num_tokens_for_logprob is None else global_num_tokens_for_logprob.shape[0]
+    max_rows = buffers.seq_lens.shape[0]
+    counts, logprob_counts = buffers.global_num_tokens, buffers.global_num_tokens_for_logprob
+    ranks, logprob_ranks = (0 if part is None else part.shape[0] for part in (counts, logprob_counts))
     most = max(max_rows, ranks, logprob_ranks)
     size = tile(min(most, 256), itemsize=8, live=12)
+    heat = batch.temperatures
     if most:
         _row_kernel[grid(-(-most // size))](
-            dense(seq_lens), dense(req_pool_indices), dense(num_correct_drafts), dense(num_accept_tokens),
-            dense(select_index), dense_or_void(temperatures), dense_or_void(global_num_tokens),
-            dense_or_void(global_num_tokens_for_logprob),
-            src_seq_lens.contiguous(), src_req_pool_indices.contiguous(), src_num_correct_drafts.contiguous(),
-            src_num_accept_tokens.contiguous(),
-            src_seq_lens if src_temperatures is None else src_temperatures.contiguous(), src_seq_lens.shape[0],
-            max_rows, ranks, logprob_ranks, bs, width, front, fill, HEAT=temperatures is not None,
-            SRC_HEAT=src_temperatures is not None, TILE=size,
+            dense(buffers.seq_lens), dense(buffers.req_pool_indices), dense(buffers.num_correct_drafts),
+            dense(buffers.num_accept_tokens), dense(buffers.select_index), dense_or_void(buffers.temperatures),
+            dense_or_void(counts), dense_or_void(logprob_counts), batch.seq_lens.contiguous(),
+            batch.req_pool_indices.contiguous(), batch.num_correct_drafts.contiguous(),
+            batch.num_accept_tokens.contiguous(), batch.seq_lens if heat is None else heat.contiguous(),
+            batch.seq_lens.shape[0], max_rows, ranks, logprob_ranks, bs, width, front, fill,
+            HEAT=buffers.temperatures is not None, SRC_HEAT=heat is not None, TILE=size,
         )  # fmt: skip
-    if hidden_states is not None and hidden_states.numel():
-        source = hidden_states if src_hidden_states is None else src_hidden_states
-        rows, columns = hidden_states.shape
+    hidden = buffers.hidden_states
+    if hidden is not None and hidden.numel():
+        source = hidden if batch.hidden_states is None else batch.hidden_states
+        rows, columns = hidden.shape
         size = tile(min(columns, 2048), itemsize=8)
         _hidden_kernel[grid(rows * -(-columns // size))](
-            dense(hidden_states), source, *source.stride(), 0 if src_hidden_states is None else tokens, rows, columns,
+            dense(hidden), source, *source.stride(), 0 if batch.hidden_states is None else tokens, rows, columns,
             TILE=size,
         )  # fmt: skip
     for buffer, held in written:
         buffer.copy_(held)
 
 
-@fill_draft_extend_buffers.register_fake
-def _fill_draft_extend_buffers_fake(*args: torch.Tensor | None, bs: int, width: int, front: int, fill: int) -> None:
-    return None
-
-
-def run(buffers: DraftExtendBuffers, batch: DraftExtendBatch, *, bs: int, width: int, front: int, fill: int) -> None:
-    """Backend entry."""
-    outputs = [getattr(buffers, name) for name in OUTPUTS]
-    sources = [getattr(batch, name) for name in SOURCES]
-    fill_draft_extend_buffers(*outputs, *sources, bs=bs, width=width, front=front, fill=fill)
+fill_draft_extend_buffers = as_op("fill_draft_extend_buffers_triton", _fill)
+run = entry(fill_draft_extend_buffers)
