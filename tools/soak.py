@@ -82,7 +82,8 @@ def python(title: str, paths: list[str], factor: int, seed: int) -> Part:
     env = {"SOAK_FACTOR": str(factor)}
     command = ["python", "-m", "kv_transfer.isolation", "--", "python", "-m", "pytest", "-q", *paths]
     command += ["-p", "soak_plugin", "--hypothesis-show-statistics", f"--hypothesis-seed={seed}", "-o", "timeout=0"]
-    code, output, seconds = _run(command, {**env, "PYTHONPATH": str(ROOT / "tools")})
+    search = os.pathsep.join(filter(None, [str(ROOT / "tools"), os.environ.get("PYTHONPATH")]))
+    code, output, seconds = _run(command, {**env, "PYTHONPATH": search})
     examples = sum(int(count) for count in re.findall(r"(\d+) passing", output))
     invalid = sum(int(count) for count in re.findall(r"(\d+) invalid", output))
     passed = sum(int(count) for count in re.findall(r"(\d+) passed", output))
