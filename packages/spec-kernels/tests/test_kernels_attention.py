@@ -59,7 +59,7 @@ def test_without_causality(attention_case: Callable[..., Any], check_attention: 
     check_attention(attention_case(kv_lens=[9, 5], width=3, dtype=torch.float32, **SMALL), "cpu", causal=False)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_random_sizes(
     attention_case: Callable[..., Any],

@@ -24,7 +24,7 @@ def call(case: Any, metadata: sk.PagedAttentionMetadata, **options: Any) -> torc
     return sk.paged_attention(case.query, case.key, case.value, metadata, **options)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_slack_of_host_bounds_is_hidden(
     attention_case: Case, close: Callable[..., None], host_backend: str, data: st.DataObject

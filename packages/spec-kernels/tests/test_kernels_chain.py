@@ -27,7 +27,7 @@ def check(result: ChainAccept, expected: tuple[list[int], list[int]]) -> None:
     assert (result.correct_drafts.tolist(), result.bonus.tolist()) == expected
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32))
 def test_it_equals_the_loop(place: Any, seed: int) -> None:
     numbers = place.case(seed)

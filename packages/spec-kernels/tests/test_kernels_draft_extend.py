@@ -111,7 +111,7 @@ def fill_and_check(
     assert_filled(buffers, expected)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_equals_the_loop_whatever_was_there_before(data: st.DataObject) -> None:
     rows, width = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 5))
