@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 Role = Literal["prefill-0", "prefill-1", "decode"]
 LengthRule = Literal["eagle", "dflash"]
@@ -19,7 +19,13 @@ class _Data(BaseModel):
 
 
 class RandomModel(_Data):
-    """A random decoder for tests: see `weights.random_weights`."""
+    """A random decoder: see `weights.random_weights`.
+
+    Attributes:
+        windows: tokens that a query sees on each layer, None for all; empty when no layer has a window. A layer with a
+            window has sinks, too.
+        draft_layers: multi-token-prediction layers; each has the window of the last layer that has one.
+    """
 
     seed: int = 0
     layers: int = 2
@@ -30,6 +36,15 @@ class RandomModel(_Data):
     key_dim: int = 128
     value_dim: int = 64
     vocabulary: int = 512
+    windows: tuple[int | None, ...] = ()
+    draft_layers: int = 0
+
+
+MIMO = RandomModel(
+    seed=5, layers=4, hidden=64, ffn=128, query_heads=4, kv_heads=1, key_dim=192, value_dim=128, vocabulary=256,
+    windows=(None, 48, 48, None), draft_layers=3,
+)  # fmt: skip
+"""The shape of MiMo-V2-Flash, small: full and window layers with sinks, K of 192 and V of 128, three draft layers."""
 
 
 class ServeConfig(_Data):
@@ -43,7 +58,7 @@ class ServeConfig(_Data):
         chunk: prompt tokens that prefill computes, and sends, at a time; a multiple of the page size.
         buckets: batch sizes captured as graphs.
         decode_bind: where decode listens for KV; a decode process that is started again takes the place of the old one.
-        drafts: most drafts that a step verifies; 0 decodes token by token.
+        drafts: most drafts that a step verifies; 0 decodes token by token. Every draft layer of a model drafts one.
         new_tokens: tokens generated for every request.
         prefill_pool / decode_pool: device pool sizes in tokens.
         host_pool: tokens that the host memory of each prefill stage caches.
@@ -63,6 +78,13 @@ class ServeConfig(_Data):
     host_pool: int = 8192
     decode_pool: int = 8192
     peer_lost_after: float = 10.0
+
+    @model_validator(mode="after")
+    def _a_draft_a_layer(self) -> ServeConfig:
+        layers = self.model.draft_layers if self.model is not None else 0
+        if layers and self.drafts != layers:
+            raise ValueError(f"drafts={self.drafts}, but the model has {layers} draft layers: give drafts={layers}")
+        return self
 
 
 class Connect(_Data):
@@ -188,6 +210,7 @@ class Counters(_Data):
         steps_by_bucket: bucket (eager: batch size) to steps.
         most_in_flight: largest batch.
         row_steps / row_tokens: live rows over all steps, and the tokens that they committed.
+        draft_replays: steps of draft layers replayed from graphs.
     """
 
     kind: Literal["counters"] = "counters"
@@ -197,6 +220,7 @@ class Counters(_Data):
     most_in_flight: int
     row_steps: int
     row_tokens: int
+    draft_replays: int = 0
 
 
 class Lost(_Data):

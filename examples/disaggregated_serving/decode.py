@@ -33,9 +33,9 @@ from .config import (
     Span,
     Tally,
 )
+from .mtp_stepper import MtpStepper
 from .prefill import STAGES
 from .request_table import RequestTable
-from .setup import KV_DTYPE
 from .stage import Stage
 from .stepper import Launched, Row, Stepper
 
@@ -51,6 +51,7 @@ class _Running:
     pages: np.ndarray[tuple[int], np.dtype[np.int64]]
     session: kv_transfer.ReceiverSession
     tokens: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
     table_row: int = 0
 
     @property
@@ -83,8 +84,8 @@ class Decoder:
         # Not zeroed: the emulated device then reports attention over a slot that nobody wrote.
         self.pool = MhaPool(setup.layout, size=config.decode_pool, device=setup.device, zero=False)
         self.pages = PageAllocator(self.pool.num_pages, config.page_size)
-        weights = setup.weights(list(range(setup.shape.layers)))
-        model = Stage(weights, self.pool, device=setup.device, kv_dtype=KV_DTYPE)
+        weights = setup.weights(list(range(setup.shape.layers)))  # and the draft layers
+        model = Stage(weights, self.pool, device=setup.device, kv_dtype=setup.kv_dtype)
         self.context = min(setup.shape.context, config.decode_pool)
         columns = kv_planner.page_count(self.context, config.page_size)
         # Twice the batch: requests that have ended keep their rows while a step with them is in flight.
@@ -92,9 +93,11 @@ class Decoder:
             requests=2 * max(config.buckets),
             capacity=columns * config.page_size + config.drafts + 2,
             device=setup.device,
+            draft_layers=setup.shape.draft_layers,
         )
-        self.steppers = {
-            window: Stepper(setup, model, self.table, window=window, columns=columns)
+        stepper_class = MtpStepper if setup.shape.draft_layers else Stepper
+        self.steppers: dict[int, Stepper] = {
+            window: stepper_class(setup, model, self.table, window=window, columns=columns)
             for window in sorted({1, config.drafts + 1})
         }
         self.receiver = kv_transfer.Receiver(
@@ -116,6 +119,10 @@ class Decoder:
         self.steps: Counter[int] = Counter()
         self.most_in_flight = self.row_steps = self.row_tokens = 0
         self.replays_before, self.eager_before = self._runner_counts()
+        self.drafts_before = self._draft_replays()
+
+    def _draft_replays(self) -> int:
+        return sum(stepper.draft_replays for stepper in self.steppers.values())
 
     def _runner_counts(self) -> tuple[int, Counter[str]]:
         replays, eager = 0, Counter[str]()
@@ -127,7 +134,7 @@ class Decoder:
     def capture(self) -> None:
         """Capture the graphs of every window width."""
         for stepper in self.steppers.values():
-            stepper.runner.capture(progress=False)
+            stepper.capture()
 
     def take(self, request: Request) -> None:
         """Put a request at the end of the line for pages."""
@@ -168,8 +175,12 @@ class Decoder:
             if result is None:
                 continue
             del self.arriving[room]
-            first = next(item["first_token"] for item in result.metadata.values() if "first_token" in item)
+            last_stage = next(item for item in result.metadata.values() if "first_token" in item)
+            first = last_stage["first_token"]
             assert isinstance(first, int), first
+            drafts = last_stage["drafts"]
+            assert isinstance(drafts, list), drafts
+            entry.drafts = [token for token in drafts if isinstance(token, int)]
             link.send(Arrived(room=room, nbytes=result.nbytes, blocks=result.blocks, pages=result.pages))
             self._emit(link, entry, first)
             self.waiting.append(entry)
@@ -182,7 +193,7 @@ class Decoder:
         """Put a request into the batch."""
         if self.mode.overlap:
             self._clear_tail(entry)
-        entry.table_row = self.table.admit([*entry.request.prompt, *entry.tokens])
+        entry.table_row = self.table.admit([*entry.request.prompt, *entry.tokens], entry.drafts)
         self.running.append(entry)
 
     def _clear_tail(self, entry: _Running) -> None:
@@ -288,6 +299,7 @@ class Decoder:
             most_in_flight=self.most_in_flight,
             row_steps=self.row_steps,
             row_tokens=self.row_tokens,
+            draft_replays=self._draft_replays() - self.drafts_before,
         )
         self._reset_counts()
         return counters
@@ -295,7 +307,7 @@ class Decoder:
     def close(self) -> None:
         """Release graphs and transfer."""
         for stepper in self.steppers.values():
-            stepper.runner.close()
+            stepper.close()
         self.receiver.close()
 
 

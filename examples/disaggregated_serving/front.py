@@ -171,11 +171,14 @@ class Serving:
             on_progress: called with a request whenever something about it has changed.
 
         Raises:
+            ValueError: overlap with a model that has draft layers.
             WorkerFailed: a worker ended or reported an error; all others are stopped on leaving the context.
             TimeoutError: nothing was heard for the time-out.
         """
         wanted = self.config.new_tokens if new_tokens is None else new_tokens
         mode = mode or Mode(drafts=self.config.drafts)
+        if mode.overlap and self.config.model is not None and self.config.model.draft_layers:
+            raise ValueError("overlap: the layout that takes sinks takes no mask over bounds; serve with overlap=False")
         self.workers.send("decode", mode)
         requests = {self._rooms + at: Served(self._rooms + at, tuple(prompt)) for at, prompt in enumerate(prompts)}
         self._rooms += len(requests)

@@ -10,6 +10,7 @@ import json
 import time
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import kv_planner
@@ -22,7 +23,6 @@ from kv_pool import MhaPool, OutOfPages, PageAllocator, slots_for
 from kv_pool.hicache import Acquired, HiCacheController, HostPool
 
 from .config import Connect, Connected, Lost, Prefilled, Ready, Request, Shutdown, Span
-from .setup import KV_DTYPE
 from .stage import Stage
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class PrefillStage:
             setup.layout,
             size=config.prefill_pool,
             device=setup.device,
-            layer_ids=layer_ids,
+            layer_ids={"target": layer_ids, "draft": setup.shape.draft_ids if self.last else []},
             placement=kv_planner.Placement(pp_rank=stage, pp_size=STAGES),
             zero=False,  # the emulated device then reports attention over a slot that nobody wrote
         )
@@ -68,7 +68,7 @@ class PrefillStage:
             host,
             kv_planner.PrefixIndex(config.page_size, device_pages=self.pool.num_pages, host_pages=host.num_pages),
         )
-        self.model = Stage(setup.weights(layer_ids), self.pool, device=setup.device, kv_dtype=KV_DTYPE)
+        self.model = Stage(setup.weights(layer_ids), self.pool, device=setup.device, kv_dtype=setup.kv_dtype)
         self.rooms: dict[int, _Room] = {}
         self.sender: kv_transfer.Sender | None = None
         self.lost = False
@@ -147,16 +147,24 @@ class PrefillStage:
         metadata = spec_kernels.build_paged_metadata(
             [pages], q_lens=[stop - start], kv_lens=[stop], page_size=page_size, device=device
         )
-        hidden = self.model.embed(rows.to(device)) if self.model.embedding is not None else rows.to(device)
-        hidden = self.model.run(
-            hidden,
-            positions=torch.arange(start, stop, device=device),
-            slots=torch.from_numpy(slots_for(pages, start, stop, page_size)).to(device),
-            metadata=metadata,
-            before_layer=state.acquired.wait_layer,
-        )
+        hidden = rows.to(device) if self.model.first_layer else self.model.embed(rows.to(device))
+        place: dict[str, Any] = {
+            "positions": torch.arange(start, stop, device=device),
+            "slots": torch.from_numpy(slots_for(pages, start, stop, page_size)).to(device),
+            "metadata": metadata,
+        }
+        hidden = self.model.run(hidden, **place, before_layer=state.acquired.wait_layer)
         finished = stop == len(state.prompt)
-        first_token = int(self.model.next_tokens(hidden[-1:]).item()) if finished and self.last else None
+        tokens = list(state.prompt)
+        if finished and self.last:
+            tokens.append(int(self.model.next_tokens(hidden[-1:]).item()))
+        drafted = hidden
+        for step in range(len(self.model.drafts)):  # their rows end with tokens of the prompt, or those just drawn
+            ids = torch.tensor(tokens[start + 1 + step : stop + 1 + step], device=device)
+            drafted = self.model.draft(step, ids, drafted, **place)
+            if finished:
+                tokens.append(int(self.model.next_tokens(drafted[-1:]).item()))
+        drawn = tokens[len(state.prompt) :]
         result = hidden.cpu()  # the loads and writes of these pages are done when this returns
         computed = time.monotonic()
         link.send(Span(lane=self.name, name=f"room {room}", begin=began, end=computed))
@@ -164,7 +172,7 @@ class PrefillStage:
         try:
             state.session.send(pages[state.sent_pages : last_page], start=state.sent_pages)
             if finished:
-                state.session.finish({} if first_token is None else {"first_token": first_token})
+                state.session.finish({"first_token": drawn[0], "drafts": [*drawn[1:]]} if drawn else {})
         except kv_transfer.TransferAborted:
             self.drop(room)
             return result
@@ -178,6 +186,18 @@ class PrefillStage:
             del self.rooms[room]
         link.send(Span(lane=f"transfer {self.name}", name=f"room {room}", begin=computed, end=time.monotonic()))
         return result
+
+
+def chunk_borders(first: int, end: int, chunk: int, *, ahead: int) -> list[int]:
+    """Where chunks begin and end; draft layers need `ahead` tokens of the prompt after every chunk but the last.
+
+    Returns:
+        `first`, the borders, `end`.
+    """
+    borders = list(range(first, end, chunk))
+    if len(borders) > 1 and end - borders[-1] < ahead:
+        borders.pop()
+    return [*borders, end]
 
 
 def run_prefill(link: Link, setup: Setup, *, stage: int) -> None:
@@ -236,10 +256,11 @@ def _lead(link: Link, worker: PrefillStage, line: zmq.Socket[bytes]) -> None:
             continue
         _tell(line, {"do": "start", "room": room, "hit": hit})
         worker.start(link, room, hit)
-        for start in range(hit, len(prompt), worker.config.chunk):
+        borders = chunk_borders(hit, len(prompt), worker.config.chunk, ahead=worker.setup.shape.draft_layers)
+        for start, stop in pairwise(borders):
             if room not in worker.rooms:  # aborted while the last chunk was sent
                 break
-            hidden = worker.chunk(link, room, torch.tensor(prompt[start : start + worker.config.chunk]))
+            hidden = worker.chunk(link, room, torch.tensor(prompt[start:stop]))
             _tell(line, {"do": "chunk", "room": room, "shape": list(hidden.shape)}, hidden.numpy().tobytes())
 
 

@@ -1,13 +1,17 @@
 """The prompts of the demo: short questions, and questions over long texts that come with this repository.
 
 Long texts stand before their question, so that later questions share a long prefix with earlier ones. Plain text only;
-`tokenizer.py` turns it into ids.
+`tokenizer.py` turns it into ids. For a random model a prompt is a number: how many random ids.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+
+import torch
+
+from .config import MIMO
 
 LICENSE = Path(__file__).resolve().parents[2] / "LICENSE"
 
@@ -55,3 +59,10 @@ def later_rounds() -> tuple[list[str], list[str]]:
             ask(second, "Which warranties are given?"),
         ],
     )
+
+
+def random_ids(count: str) -> list[int]:
+    """So many ids, the same for the same number."""
+    generator = torch.Generator().manual_seed(int(count))
+    drawn: list[int] = torch.randint(0, MIMO.vocabulary, (int(count),), generator=generator).tolist()
+    return drawn

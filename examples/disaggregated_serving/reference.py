@@ -45,6 +45,20 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
+def _windowed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Each query sees its own and the `window - 1` tokens before it; a sink takes its share of the softmax."""
+    tokens = q.shape[1]
+    place = torch.arange(tokens)
+    seen = (place <= place[:, None]) & (place > place[:, None] - window)
+    scores = (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.bfloat16().float().view(-1, 1, 1).expand(-1, tokens, 1)], -1)
+    mixed: torch.Tensor = scores.softmax(-1)[..., :tokens] @ v
+    return mixed
+
+
 def hidden_states(
     weights: Weights,
     ids: Sequence[int],
@@ -73,9 +87,12 @@ def hidden_states(
         if tamper is not None:
             tamper(number, k, v)
         group = shape.query_heads // shape.kv_heads
-        mixed = functional.scaled_dot_product_attention(
-            q[None], k.repeat_interleave(group, 0)[None], v.repeat_interleave(group, 0)[None], is_causal=True
-        )[0]
+        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+        window, sinks = shape.window(number), layer.sinks
+        if window is None and sinks is None:
+            mixed = functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+        else:
+            mixed = _windowed(q, k, v, len(ids) if window is None else window, sinks)
         x = x + mixed.to(kv_dtype).float().transpose(0, 1).reshape(len(ids), -1) @ layer.output.T
         y = _norm(x, layer.ffn_norm, shape.norm_eps)
         x = x + (functional.silu(y @ layer.gate.T) * (y @ layer.up.T)) @ layer.down.T

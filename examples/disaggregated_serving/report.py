@@ -127,6 +127,8 @@ def as_json(config: ServeConfig, rounds: list[Round], judgement: Judgement | Non
         "checked": judgement is not None,
         "new_tokens": config.new_tokens,
         "model": "SmolLM2-135M-Instruct" if config.model is None else f"random-{config.model.seed}",
+        "draft_layers": 0 if config.model is None else config.model.draft_layers,
+        "draft_replays": sum(item.draft_replays for item in counters),
         "tokens_emitted": sum(len(request.output) for item in rounds for request in item.result.requests),
         "tokens_checked": 0 if judgement is None else judgement.checked,
         "tokens_in_margin": 0 if judgement is None else judgement.in_margin,
@@ -220,6 +222,10 @@ def show(console: Console, figures: dict[str, Any]) -> None:
     console.print(f"device          {figures['device']}", highlight=False)
     console.print(f"engine          {figures['engine']}")
     console.print(f"decode steps    {figures['graph_replays']} graph replays ({buckets})")
+    if figures["draft_layers"]:
+        console.print(
+            f"draft steps     {figures['draft_replays']} graph replays of {figures['draft_layers']} draft layers"
+        )
     console.print(f"eager steps     {reasons}")
     console.print(f"in flight       at most {figures['most_in_flight']} requests decoding at once")
     console.print(f"cache           {figures['hicache_hit_tokens']} prompt tokens found instead of computed")

@@ -35,10 +35,15 @@ class Window:
 
 
 class RequestTable:
-    """Rows of tokens on the device; rows are taken and given back on the host."""
+    """Rows of tokens on the device; rows are taken and given back on the host.
 
-    def __init__(self, *, requests: int, capacity: int, device: torch.device) -> None:
+    Attributes:
+        drafts: what draft layers proposed for each row. Shape: [requests + 1, draft layers]; int64.
+    """
+
+    def __init__(self, *, requests: int, capacity: int, device: torch.device, draft_layers: int = 0) -> None:
         """Memory for `requests` requests of `capacity` tokens each."""
+        self.drafts = torch.zeros(requests + 1, draft_layers, dtype=torch.int64, device=device)
         self._free = list(range(requests, 0, -1))
         self._tokens = torch.zeros(requests + 1, capacity, dtype=torch.int64, device=device)
         self._sizes = torch.zeros(requests + 1, dtype=torch.int64, device=device)
@@ -48,11 +53,18 @@ class RequestTable:
         """Rows that no request holds."""
         return len(self._free)
 
-    def admit(self, tokens: Sequence[int]) -> int:
-        """Give a request a row, after everything that was launched before. Returns the row."""
+    def admit(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> int:
+        """Give a request a row, after everything that was launched before. Returns the row.
+
+        Args:
+            tokens: prompt and first tokens.
+            drafts: what the draft layers proposed after them, one a layer.
+        """
         row = self._free.pop()
         self._tokens[row, : len(tokens)] = torch.tensor(tokens, device=self._tokens.device)
         self._sizes[row] = len(tokens)
+        if drafts:
+            self.drafts[row] = torch.tensor(drafts, device=self.drafts.device)
         return row
 
     def release(self, row: int) -> None:
@@ -64,7 +76,9 @@ class RequestTable:
         tokens, sizes = self._tokens[rows], self._sizes[rows]
         start = (sizes - 1).clamp(min=0)
         last = tokens.gather(1, start.unsqueeze(1))
-        if width == 1:
+        if self.drafts.shape[1] and width > 1:
+            ids, num_drafts = torch.cat([last, self.drafts[rows]], 1), torch.full_like(sizes, width - 1)
+        elif width == 1:
             ids, num_drafts = last, torch.zeros_like(sizes)
         else:
             drafts, num_drafts = propose(tokens, sizes, width - 1)

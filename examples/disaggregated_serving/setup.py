@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from pydantic import BaseModel
 
-KV_DTYPE = torch.float16
 M = TypeVar("M")
 
 
@@ -67,6 +66,11 @@ class Setup:
     shape: ModelShape
     layout: kv_planner.ModelLayout
 
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of K, V and attention."""
+        return kv_dtype(self.config)
+
     def weights(self, layer_ids: Sequence[int]) -> Weights:
         """Weights of `layer_ids`."""
         if self.config.model is None:
@@ -92,24 +96,31 @@ def model_shape(config: ServeConfig) -> ModelShape:
         rope_base=10000.0,
         norm_eps=1e-5,
         context=2048,
+        windows=model.windows,
+        draft_layers=model.draft_layers,
     )
 
 
-def kv_layout(shape: ModelShape, page_size: int) -> kv_planner.ModelLayout:
-    """The KV layout that all ranks publish."""
-    layer_ids = list(range(shape.layers))
-    return kv_planner.ModelLayout(
-        [
-            kv_planner.ComponentSpec(
-                "key", layer_ids=layer_ids, dtype="float16", total_heads=shape.kv_heads, dims=shape.key_dim
-            ),
-            kv_planner.ComponentSpec(
-                "value", layer_ids=layer_ids, dtype="float16", total_heads=shape.kv_heads, dims=shape.value_dim
-            ),
-        ],
-        page_size=page_size,
-        fingerprint=shape.fingerprint,
-    )
+def kv_dtype(config: ServeConfig) -> torch.dtype:
+    """Of K, V and attention: the operator takes sinks, which layers with a window have, beside bfloat16 only."""
+    return torch.bfloat16 if config.model is not None and config.model.windows else torch.float16
+
+
+def kv_layout(shape: ModelShape, page_size: int, dtype: torch.dtype) -> kv_planner.ModelLayout:
+    """The KV layout that all ranks publish: the target's layers, and the draft's where it has any."""
+    parts: list[tuple[kv_planner.Part, list[int]]] = [("target", list(range(shape.layers)))]
+    if shape.draft_layers:
+        parts.append(("draft", shape.draft_ids))
+    name_of_dtype: kv_planner.DType = "bfloat16" if dtype == torch.bfloat16 else "float16"
+    halves: tuple[tuple[kv_planner.Component, int], ...] = (("key", shape.key_dim), ("value", shape.value_dim))
+    components = [
+        kv_planner.ComponentSpec(
+            name, layer_ids=ids, dtype=name_of_dtype, total_heads=shape.kv_heads, dims=dims, part=part
+        )
+        for part, ids in parts
+        for name, dims in halves
+    ]
+    return kv_planner.ModelLayout(components, page_size=page_size, fingerprint=shape.fingerprint)
 
 
 def prepare(config: ServeConfig) -> Setup:
@@ -128,5 +139,5 @@ def prepare(config: ServeConfig) -> Setup:
         device=torch.device("npu:0" if config.device == "npu" else "cpu"),
         device_text=text,
         shape=shape,
-        layout=kv_layout(shape, config.page_size),
+        layout=kv_layout(shape, config.page_size, kv_dtype(config)),
     )

@@ -14,6 +14,7 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kv_planner import Part
     from kv_pool import MhaPool
     from spec_kernels import PagedAttentionMetadata
 
@@ -32,6 +33,8 @@ class _Layer:
         self.ffn_norm = weights.ffn_norm.to(device)
         self.gate_up = torch.cat([weights.gate, weights.up]).to(device)
         self.down = weights.down.to(device)
+        self.sinks = None if weights.sinks is None else weights.sinks.to(device, torch.bfloat16)
+        self.mix = None if weights.mix is None else weights.mix.to(device)
 
 
 class Stage:
@@ -43,6 +46,7 @@ class Stage:
         self.shape, self.pool, self.device, self.kv_dtype = shape, pool, device, kv_dtype
         self.first_layer = weights.first_layer
         self.layers = [_Layer(layer, device) for layer in weights.layers]
+        self.drafts = [_Layer(layer, device) for layer in weights.drafts]
         self.embedding = None if weights.embedding is None else weights.embedding.to(device)
         self.final_norm = None if weights.final_norm is None else weights.final_norm.to(device)
         tied = weights.head is not None and weights.head is weights.embedding
@@ -59,7 +63,7 @@ class Stage:
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Shape: ids [tokens] to [tokens, hidden]; float32."""
         if self.embedding is None:
-            raise ValueError("this stage does not hold the first layer")
+            raise ValueError("this stage holds neither the first layer nor draft layers")
         return self.embedding[ids]
 
     def run(
@@ -91,14 +95,47 @@ class Stage:
             hidden = self._layer(hidden, layer, self.first_layer + offset, cos, sin, slots, metadata, requests)
         return hidden
 
+    def draft(
+        self,
+        step: int,
+        ids: torch.Tensor,
+        hidden: torch.Tensor,
+        *,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        metadata: PagedAttentionMetadata,
+    ) -> torch.Tensor:
+        """Run one draft layer.
+
+        Args:
+            step: Which.
+            ids: The token after each row, `step` places further on for each draft layer. Shape: [tokens]; int64.
+            hidden: What the layer before it gave, the target's last one for step 0. Shape: [tokens, hidden]; float32.
+            positions: See `run`.
+            slots: See `run`.
+            metadata: See `run`.
+
+        Returns:
+            Shape: [tokens, hidden]; float32.
+        """
+        layer = self.drafts[step]
+        assert layer.mix is not None
+        mixed = torch.cat([self.embed(ids), self._unit(hidden)], -1)
+        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        number, requests = self.shape.layers + step, len(metadata.kv_lens)
+        return self._layer(functional.linear(mixed, layer.mix), layer, number, cos, sin, slots, metadata, requests)
+
     def next_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
         """Greedy tokens after the rows of `hidden`. Shape: [rows]; int64."""
         if self.head is None or self.final_norm is None:
             raise ValueError("this stage does not hold the last layer")
         return functional.linear(self._norm(hidden, self.final_norm), self.head).argmax(-1)
 
+    def _unit(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.shape.norm_eps)
+
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.shape.norm_eps) * weight
+        return self._unit(x) * weight
 
     def _layer(
         self,
@@ -116,15 +153,18 @@ class Stage:
         q, k, v = torch.split(mixed, self.widths, -1)
         query = _rotate(q.reshape(rows, shape.query_heads, -1), cos, sin).to(self.kv_dtype)
         key = _rotate(k.reshape(rows, shape.kv_heads, -1), cos, sin).to(self.kv_dtype)
-        self.pool.write(number, slots, key, v.reshape(rows, shape.kv_heads, -1).to(self.kv_dtype))
+        part: Part = "target" if layer.mix is None else "draft"
+        self.pool.write(number, slots, key, v.reshape(rows, shape.kv_heads, -1).to(self.kv_dtype), part)
         attended = spec_kernels.paged_attention(
             query.view(requests, rows // requests, shape.query_heads, shape.key_dim),
-            self.pool.key(number),
-            self.pool.value(number),
+            self.pool.key(number, part),
+            self.pool.value(number, part),
             metadata,
             scale=shape.key_dim**-0.5,
             page_size=self.pool.layout.page_size,
             causal=metadata.mask is None,
+            window=shape.window(number),
+            sinks=layer.sinks,
         )
         hidden = hidden + functional.linear(attended.reshape(rows, -1).float(), layer.output)
         gate, up = functional.linear(self._norm(hidden, layer.ffn_norm), layer.gate_up).chunk(2, -1)

@@ -26,7 +26,8 @@ class ModelShape:
     """The numbers that describe a Llama-style decoder.
 
     `key_dim` and `value_dim` are the widths of one head and may differ. `rope_base` is the base of the rotary
-    frequencies, applied to neighbouring pairs of channels (the order GGUF files use).
+    frequencies, applied to neighbouring pairs of channels (the order GGUF files use). `windows` and `draft_layers` are
+    those of `RandomModel`; ids of draft layers follow the target's.
     """
 
     fingerprint: str
@@ -41,11 +42,27 @@ class ModelShape:
     rope_base: float
     norm_eps: float
     context: int
+    windows: tuple[int | None, ...] = ()
+    draft_layers: int = 0
+
+    def window(self, number: int) -> int | None:
+        """Tokens that a query sees on a layer, or None for all."""
+        if not self.windows:
+            return None
+        return self.windows[number] if number < self.layers else next(w for w in reversed(self.windows) if w)
+
+    @property
+    def draft_ids(self) -> list[int]:
+        """Ids of the draft layers."""
+        return list(range(self.layers, self.layers + self.draft_layers))
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer. Linear weights have the shape [out, in]."""
+    """One decoder layer. Linear weights have the shape [out, in].
+
+    `sinks`, of a layer with a window, has the shape [query heads]; `mix`, of a draft layer, [hidden, 2 * hidden].
+    """
 
     attention_norm: torch.Tensor
     query: torch.Tensor
@@ -56,11 +73,16 @@ class LayerWeights:
     gate: torch.Tensor
     up: torch.Tensor
     down: torch.Tensor
+    sinks: torch.Tensor | None = None
+    mix: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of a contiguous range of layers; `embedding`, `final_norm` and `head` are present where they are used."""
+    """Weights of a contiguous range of layers; `embedding`, `final_norm` and `head` are present where they are used.
+
+    Draft layers go with the last layer.
+    """
 
     shape: ModelShape
     first_layer: int
@@ -68,6 +90,7 @@ class Weights:
     embedding: torch.Tensor | None
     final_norm: torch.Tensor | None
     head: torch.Tensor | None
+    drafts: tuple[LayerWeights, ...] = ()
 
 
 def gguf_path() -> Path:
@@ -157,7 +180,8 @@ def load_smollm2(layer_ids: Sequence[int] | None = None) -> Weights:
 def random_weights(shape: ModelShape, *, seed: int, layer_ids: Sequence[int] | None = None) -> Weights:
     """A random model with an untied head, the same for the same seed in every process.
 
-    Scales are chosen so that attention is not uniform and the head does not repeat one token.
+    Scales are chosen so that attention is not uniform and the head does not repeat one token. With draft layers the
+    embedding outweighs the layers, so that drafts are often right, and often wrong.
     """
     wanted = list(range(shape.layers)) if layer_ids is None else list(layer_ids)
 
@@ -165,26 +189,34 @@ def random_weights(shape: ModelShape, *, seed: int, layer_ids: Sequence[int] | N
         generator = torch.Generator().manual_seed(seed * 1_000_003 + key)
         return torch.randn(rows, columns, generator=generator).mul_(gain / columns**0.5)
 
+    share = 0.1 if shape.draft_layers else 1.0
+
     def layer(number: int) -> LayerWeights:
         base = 100 + 10 * number
-        heads, kv = shape.query_heads, shape.kv_heads
+        heads, kv, width = shape.query_heads, shape.kv_heads, shape.hidden
+        draft = number >= shape.layers
         return LayerWeights(
-            attention_norm=torch.ones(shape.hidden),
-            query=draw(base, heads * shape.key_dim, shape.hidden, 2.0),
-            key=draw(base + 1, kv * shape.key_dim, shape.hidden, 2.0),
-            value=draw(base + 2, kv * shape.value_dim, shape.hidden, 2.0),
-            output=draw(base + 3, shape.hidden, heads * shape.value_dim, 2.0),
-            ffn_norm=torch.ones(shape.hidden),
-            gate=draw(base + 4, shape.ffn, shape.hidden, 1.0),
-            up=draw(base + 5, shape.ffn, shape.hidden, 1.0),
-            down=draw(base + 6, shape.hidden, shape.ffn, 1.0),
+            attention_norm=torch.ones(width),
+            query=draw(base, heads * shape.key_dim, width, 2.0),
+            key=draw(base + 1, kv * shape.key_dim, width, 2.0),
+            value=draw(base + 2, kv * shape.value_dim, width, 2.0),
+            output=draw(base + 3, width, heads * shape.value_dim, 2.0 * share),
+            ffn_norm=torch.ones(width),
+            gate=draw(base + 4, shape.ffn, width, 1.0),
+            up=draw(base + 5, shape.ffn, width, 1.0),
+            down=draw(base + 6, width, shape.ffn, share),
+            sinks=draw(base + 7, heads, 1, 1.0).flatten() if shape.window(number) else None,
+            mix=torch.cat([torch.eye(width), draw(base + 8, width, width, 0.3 * share)], 1) if draft else None,
         )
 
+    first, last = wanted[0] == 0, wanted[-1] == shape.layers - 1
+    drafts = tuple(layer(number) for number in shape.draft_ids) if last else ()
     return Weights(
         shape=shape,
         first_layer=wanted[0],
         layers=tuple(layer(number) for number in wanted),
-        embedding=draw(1, shape.vocabulary, shape.hidden, float(shape.hidden) ** 0.5) if wanted[0] == 0 else None,
-        final_norm=torch.ones(shape.hidden) if wanted[-1] == shape.layers - 1 else None,
-        head=draw(2, shape.vocabulary, shape.hidden, 4.0) if wanted[-1] == shape.layers - 1 else None,
+        embedding=draw(1, shape.vocabulary, shape.hidden, float(shape.hidden) ** 0.5) if first or drafts else None,
+        final_norm=torch.ones(shape.hidden) if last else None,
+        head=draw(2, shape.vocabulary, shape.hidden, 4.0) if last else None,
+        drafts=drafts,
     )
