@@ -53,11 +53,14 @@ class PrefillStage:
         layer_ids = list(range(layers * stage // STAGES, layers * (stage + 1) // STAGES))
         self.setup, self.config, self.name = setup, config, f"prefill-{stage}"
         self.last = stage == STAGES - 1
+        parts: dict[kv_planner.Part, list[int]] = {"target": layer_ids}
+        if setup.shape.draft_layers:
+            parts["draft"] = setup.shape.draft_ids if self.last else []
         self.pool = MhaPool(
             setup.layout,
             size=config.prefill_pool,
             device=setup.device,
-            layer_ids={"target": layer_ids, "draft": setup.shape.draft_ids if self.last else []},
+            layer_ids=parts,
             placement=kv_planner.Placement(pp_rank=stage, pp_size=STAGES),
             zero=False,  # the emulated device then reports attention over a slot that nobody wrote
         )

@@ -15,6 +15,7 @@ __all__ = [
     "CaptureFailed",
     "CaptureRefused",
     "DeviceMismatch",
+    "EngineMissing",
     "FenceTimeout",
     "GraphBroken",
     "GraphClosed",
@@ -79,6 +80,10 @@ class UnknownDevice(GraphError, ValueError):
 
 class DeviceMismatch(GraphError, ValueError):
     """Parts that must be on one device are on two."""
+
+
+class EngineMissing(GraphError, ImportError, RuntimeError):
+    """A class for an engine was used, and the engine cannot be imported."""
 
 
 class CaptureRefused(GraphError, RuntimeError):
