@@ -249,6 +249,11 @@ def gmm8(**over: Any) -> Call:
     return GMM, gmm()[1] | options | over
 
 
+def gmm4(**over: Any) -> Call:
+    options = {"x": [draw(4, 8).half()], "weight": [bytes_(2, 8, 2).int()]}
+    return GMM, gmm()[1] | options | {"antiquant_scale": [draw(2, 16).half()]} | over
+
+
 def tbm(**over: Any) -> Call:
     return TBM, {"input": draw(2, 3, 16), "weight": draw(2, 16, 16)} | over
 
@@ -271,6 +276,9 @@ def gsq2(**over: Any) -> Call:
 
 REFUSED: list[tuple[str, Callable[[], Call]]] = [
     ("qmm-dtype", lambda: qmm(x1=draw(3, 4))),
+    ("qmm-dtype", lambda: qmm(x2=bytes_(4, 5).int())),
+    ("qmm-packed", lambda: qmm(x1=bytes_(3, 4).int(), x2=bytes_(4, 5).int())),
+    ("qmm-packed", lambda: qmm(x1=bytes_(8, 2).int().T, x2=bytes_(64, 1).int())),
     ("qmm-rank", lambda: qmm(x2=bytes_(5, 4))),
     ("qmm-rank", lambda: qmm(x1=bytes_(4))),
     ("qmm-last", lambda: qmm(x1=bytes_(1, 65536), x2=bytes_(65536, 1), scale=torch.ones(1))),
@@ -282,6 +290,13 @@ REFUSED: list[tuple[str, Callable[[], Call]]] = [
     ("qmm-combination", lambda: qmm(pertoken_scale=torch.ones(3))),
     ("qmm-combination", lambda: qmm(scale=torch.ones(5).bfloat16(), output_dtype=5)),
     ("qmm-combination", lambda: qmm(bias=torch.ones(5), output_dtype=5)),
+    ("qmm-combination", lambda: qmm(scale=torch.ones(5).long(), output_dtype=15)),
+    ("qmm-combination", lambda: qmm(scale=torch.ones(5).long(), output_dtype=5, pertoken_scale=torch.ones(3))),
+    ("gmm-antiquant", lambda: gmm(antiquant_scale=[draw(2, 5)])),
+    ("gmm-antiquant", lambda: gmm4(antiquant_scale=[draw(2, 3, 16).half()])),
+    ("gmm-antiquant", lambda: gmm4(antiquant_scale=[draw(2, 8).half()])),
+    ("gmm-antiquant", lambda: gmm4(antiquant_offset=[draw(2, 8).half()])),
+    ("gmm-lists", lambda: gmm4(antiquant_scale=[draw(2, 16).half()] * 2)),
     ("gmm-lists", lambda: gmm(x=[])),
     ("gmm-lists", lambda: gmm(bias=[draw(5)] * 2)),
     ("gmm-dtype", lambda: gmm(weight=[draw(2, 3, 5).half()])),
@@ -305,6 +320,7 @@ REFUSED: list[tuple[str, Callable[[], Call]]] = [
     ("gmm-output", lambda: gmm8(output_dtype=None)),
     ("wqm-x", lambda: wqm(x=draw(2, 64))),
     ("wqm-weight", lambda: wqm(weight=bytes_(32, 5))),
+    ("wqm-weight", lambda: wqm(weight=bytes_(64, 2).int()[:, :1])),
     ("wqm-scale", lambda: wqm(antiquant_scale=torch.ones(5))),
     ("wqm-scale", lambda: wqm(antiquant_offset=torch.ones(1).half())),
     ("wqm-scale", lambda: wqm(antiquant_group_size=32)),
@@ -343,7 +359,7 @@ def test_every_rule_has_a_call_that_breaks_it() -> None:
     assert {rule for rule, _ in REFUSED} == {rule.id for rule in RULES.values() if rule.test == Path(__file__).name}
 
 
-@pytest.mark.parametrize("call", [qmm(), gmm(), gmm8(), tbm(), wqm(), gsq(), gsq2()])
+@pytest.mark.parametrize("call", [qmm(), gmm(), gmm4(), gmm8(), tbm(), wqm(), gsq(), gsq2()])
 def test_calls_within_the_documents_are_taken(call: Call) -> None:
     REGISTRY[call[0]](**call[1])
 
@@ -351,9 +367,9 @@ def test_calls_within_the_documents_are_taken(call: Call) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        qmm(x1=bytes_(3, 4).int()), qmm(scale=torch.ones(5).long()), qmm(group_sizes=[1, 1, 32]), qmm(output_dtype=290),
-        gmm(group_type=2), gmm(act_type=1), gmm(antiquant_scale=[draw(2, 5)]), gmm8(scale=[torch.ones(2, 5).long()]),
-        tbm(scale=torch.ones(32).long()), wqm(weight=bytes_(64, 5).int()), wqm(quant_scale=torch.ones(5)),
+        qmm(group_sizes=[1, 1, 32]), qmm(output_dtype=290),
+        gmm(group_type=2), gmm(act_type=1), gmm8(scale=[torch.ones(2, 5).long()]),
+        tbm(scale=torch.ones(32).long()), wqm(antiquant_scale=torch.ones(5).long()), wqm(quant_scale=torch.ones(5)),
         gsq(weight=bytes_(2, 3, 6).int()), gsq2(smooth_scale=torch.ones(2)),
     ],
 )  # fmt: skip

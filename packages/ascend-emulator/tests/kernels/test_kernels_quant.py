@@ -275,6 +275,9 @@ REFUSED: list[tuple[str, Callable[[], Call]]] = [
     ("sq-mode", lambda: swiglu(group_list_type=2)),
     ("dynamic-dtype", lambda: dynamic(input=torch.zeros(3, 8))),
     ("dynamic-dtype", lambda: dynamic(smooth_scales=torch.zeros(8))),
+    ("dynamic-int4", lambda: dynamic(input=torch.zeros(3, 12, dtype=H), dst_type=16)),
+    ("dynamic-int4", lambda: dynamic(dst_type=16, quant_mode="pertensor")),
+    ("dynamic-integer", lambda: dynamic(dst_type=24)),
     ("dynamic-rank", lambda: dynamic(input=torch.zeros(8, dtype=H))),
     ("dynamic-smooth", lambda: dynamic(smooth_scales=torch.zeros(1, 8, dtype=H))),
     ("dynamic-group", lambda: dynamic(group_index=torch.tensor([3]).int())),
@@ -331,7 +334,7 @@ def test_calls_within_the_documents_are_taken(call: Call) -> None:
 
 @pytest.mark.parametrize(
     "call",
-    [dynamic(dst_type=16), dynamic(dst_type=3), dynamic(dst_type_max=1.0), quantize(dtype=16), dsq(dst_type=290),
+    [dynamic(dst_type=290), dynamic(dst_type=3), dynamic(dst_type_max=1.0), quantize(dtype=16), dsq(dst_type=290),
      dsq(round_mode=1), dsq(activate_dim=0), swiglu(quant_mode=1), swiglu(dst_type=16), swiglu(smooth_scales=None)],
 )  # fmt: skip
 def test_forms_that_are_not_computed_say_so(call: Call) -> None:

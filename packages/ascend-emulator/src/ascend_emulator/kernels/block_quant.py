@@ -10,7 +10,7 @@ import torch
 from .errors import KernelNotCovered
 from .pose import Scope
 from .quant_params import npu_convert_weight_to_int4pack
-from .quantising import dtype_of, float8_of, to_integer
+from .quantising import MOST, dtype_of, float8_of, to_integer
 from .rules import declare, document, holds, note, online, refuse
 
 OP_BLOCK = "npu::npu_dynamic_block_quant"
@@ -21,7 +21,6 @@ _ACLNN_BLOCK = "ops-nn e5c3fa932, quant/dynamic_block_quant/docs/aclnnDynamicBlo
 _KRONECKER_DOC = document("npu_kronecker_quant")
 _ACLNN_FLAT = "hiascend.com, aclnnFlatQuant of CANN 8.2 to 8.5"
 _HALVES = (torch.float16, torch.bfloat16)
-_MOST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 declare(
     "npu_dynamic_block_quant",
@@ -140,7 +139,7 @@ def npu_dynamic_block_quant(
     if min_scale < 0:
         refuse(OP_BLOCK, "block-min", "min_scale", min_scale)
     target = float8_of(dst_type) or dtype_of(OP_BLOCK, "dst_type", dst_type, torch.int8)
-    if target not in _MOST:
+    if target not in MOST:
         raise KernelNotCovered(OP_BLOCK, "dst_type", dst_type)
     if dst_type_max:
         raise KernelNotCovered(OP_BLOCK, "dst_type_max", dst_type_max)
@@ -157,12 +156,12 @@ def npu_dynamic_block_quant(
     tall, wide = -(-rows // height), -(-columns // width)
     padded = torch.nn.functional.pad(x.float(), (0, wide * width - columns, 0, tall * height - rows))
     blocks = padded.view(-1, tall, height, wide, width)
-    scale = blocks.abs().amax((2, 4)) / _MOST[target]
+    scale = blocks.abs().amax((2, 4)) / MOST[target]
     if min_scale:
         scale = scale.clamp(max=1 / min_scale)
     divisor = scale.view(-1, tall, 1, wide, 1)
     quotient = torch.where(divisor == 0, 0.0, blocks / divisor).view(padded.shape)[..., :rows, :columns]
-    out = to_integer(quotient) if target == torch.int8 else quotient.clamp(-_MOST[target], _MOST[target]).to(target)
+    out = to_integer(quotient) if target == torch.int8 else quotient.clamp(-MOST[target], MOST[target]).to(target)
     return out.contiguous(), scale.view(*x.shape[:-2], tall, wide)
 
 

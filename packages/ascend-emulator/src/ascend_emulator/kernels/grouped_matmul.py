@@ -1,7 +1,7 @@
 """npu_grouped_matmul: one product a group of rows, as expert networks need it.
 
 This module owns the op's refusals and its groups. Integer products are exact, floats are multiplied in float32 and
-rounded once. Packed, antiquantised and float8 weights are not computed.
+rounded once. float8 weights are not computed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from .errors import DeviceFault, KernelNotCovered
 from .faults import fill_poison_
 from .quant_matmul import product
+from .quant_params import unpacked_int4
 from .quantising import dtype_of
 from .rules import META, declare, note, online, refuse
 
@@ -30,6 +31,12 @@ declare(
     {
         "gmm-lists": ("1 to 128 tensors in x and weight; as many bias, scale as weight", "split the lists"),
         "gmm-dtype": ("x and weight of one of float16, bfloat16, float32, int8", "cast x or weight"),
+        "gmm-antiquant": (
+            "a float16 or bfloat16 x, weights of int8, or of 4-bit integers in int32 (…, k, n / 8); antiquant_scale, "
+            "antiquant_offset of x's dtype, alike: (n,) a weight, (groups, n) for one weight; 4-bit also (parts, n), "
+            "(groups, parts, n), parts a divisor of k",
+            "cast and reshape them",
+        ),
         "gmm-shape": ("x of 2 axes, weight of 2, or one of 3, with inner sizes that match", "reshape them"),
         "gmm-type": (
             "group_type -1 (as many x as weight, no group_list) or 0 (group_list given); 2 for training",
@@ -54,7 +61,7 @@ declare(
 )
 note(
     "npu_grouped_matmul",
-    "antiquantised, int4 and float8 forms; act_type; group_type 2",
+    "int8 x beside 4-bit weights, int64 scales, float8 and microscaling forms; act_type; group_type 2",
     _GROUPED_DOC,
     "not computed: `KernelNotCovered`: " + _TEST,
 )
@@ -105,6 +112,34 @@ def _at(tensors: Tensors | None, group: int, per_group: int) -> torch.Tensor | N
     return tensors[0][group] if tensors[0].dim() == per_group + 1 else tensors[0]
 
 
+def _unpacked(
+    x: Tensors, weight: Tensors, scales: Tensors, offsets: Tensors | None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """int8 weights beside a float x, and float32 factors of their columns."""
+    packed = weight[0].dtype == torch.int32
+    wide = [unpacked_int4(part) if packed else part for part in weight]
+    outs = []
+    for number, part in enumerate(wide):
+        outer, (k, n) = part.shape[:-2], part.shape[-2:]
+        scale = scales[min(number, len(scales) - 1)]
+        parts = scale.size(-2) if scale.dim() == part.dim() else 0
+        fits = tuple(scale.shape) == (*outer, n) or (packed and parts > 0 and k % parts == 0)
+        fits = fits and scale.shape[: len(outer)] == outer and scale.size(-1) == n and part.dtype == torch.int8
+        if not fits or scale.dtype != x[0].dtype or scale.dtype not in (torch.float16, torch.bfloat16):
+            refuse(
+                OP_GROUPED, "gmm-antiquant", "antiquant_scale", f"{scale.dtype}, {tuple(scale.shape)}, x {x[0].dtype}"
+            )
+        offset = offsets[number] if offsets else None
+        if offset is not None and (offset.shape != scale.shape or offset.dtype != scale.dtype):
+            refuse(OP_GROUPED, "gmm-antiquant", "antiquant_offset", f"{offset.dtype}, {tuple(offset.shape)}")
+
+        def full(tensor: torch.Tensor, parts: int = parts, k: int = k) -> torch.Tensor:
+            return tensor.float().repeat_interleave(k // parts, -2) if parts else tensor.float().unsqueeze(-2)
+
+        outs.append((part.float() + (0 if offset is None else full(offset))) * full(scale))
+    return wide, outs
+
+
 def _check_grouped(x: Tensors, weight: Tensors, lists: dict[str, Tensors | None], group_type: int | None) -> int:
     """Checks lists, dtypes and shapes; the number of weights."""
     if not 1 <= len(x) <= 128 or not 1 <= len(weight) <= 128:
@@ -116,7 +151,8 @@ def _check_grouped(x: Tensors, weight: Tensors, lists: dict[str, Tensors | None]
             refuse(OP_GROUPED, "gmm-lists", name, f"{len(tensors)} beside {len(weight)} of weight")
     for name, tensors in (("x", x), ("weight", weight)):
         for tensor in tensors:
-            if tensor.dtype not in (*_FLOATS, torch.int8) or tensor.dtype != x[0].dtype:
+            beside = torch.int8 if name == "weight" and lists["antiquant_scale"] else x[0].dtype
+            if tensor.dtype not in (*_FLOATS, torch.int8) or tensor.dtype != beside:
                 refuse(OP_GROUPED, "gmm-dtype", name, f"{tensor.dtype} beside x of {x[0].dtype}")
     inner = {tensor.size(-1) for tensor in x} if group_type != -1 else set()
     for number, tensor in enumerate(weight):
@@ -164,8 +200,9 @@ def npu_grouped_matmul(
         bias: None, or Shape: [n] each, or one of [groups, n].
         scale: int8: Shape: [n] each, or one of [groups, n]; float32 or bfloat16.
         offset: None.
-        antiquant_scale: not computed.
-        antiquant_offset: not computed.
+        antiquant_scale: scales of int8 or 4-bit weights beside a float x. Shape: [n] each, or one of [groups, n]; 4-bit
+            also [parts, n] or [groups, parts, n] for parts of the rows; dtype of ``x``.
+        antiquant_offset: None, or added before scaling; shaped as the scales.
         per_token_scale: int8: None, or Shape: [m] each; float32.
         group_list: rows of the groups, as ``group_list_type`` says.
         activation_input: None.
@@ -200,7 +237,13 @@ def npu_grouped_matmul(
         refuse(OP_GROUPED, "gmm-type", "group_type", f"{group_type} with {given}")
     if split_item not in (0, 1, 2, 3):
         refuse(OP_GROUPED, "gmm-split", "split_item", split_item)
-    weights = _check_grouped(x, weight, {"bias": bias, "scale": scale}, grouped)
+    factors: Tensors = weight
+    if antiquant_scale:
+        if not x or not weight or not 1 <= len(antiquant_scale) <= len(weight):
+            refuse(OP_GROUPED, "gmm-lists", "antiquant_scale", f"{len(antiquant_scale)} beside {len(weight)} of weight")
+        weight, factors = _unpacked(x, weight, antiquant_scale, antiquant_offset)
+    lists = {"bias": bias, "scale": scale, "antiquant_scale": antiquant_scale, "antiquant_offset": antiquant_offset}
+    weights = _check_grouped(x, weight, lists, grouped)
     dtype = _output_dtype(x, weight, weights, scale, per_token_scale, output_dtype)
     n = weight[0].size(-1)
     if grouped == -1:
@@ -211,7 +254,7 @@ def npu_grouped_matmul(
         spans = [(i, i, 0, part.size(0)) for i, part in enumerate(x)]
     outs = [fill_poison_(torch.empty(part.size(0), n, dtype=dtype)) for part in x]
     for index, source, start, end in spans:
-        w = weight[0][index] if weight[0].dim() == 3 else weight[index]
+        w = factors[0][index] if factors[0].dim() == 3 else factors[index]
         total = product(x[source][start:end], w)
         shift = _at(bias, index, 1)
         if shift is not None and shift.dtype == torch.int32:
@@ -263,7 +306,7 @@ def _refuse_forms(given: dict[str, object]) -> None:
     for name in ("offset", "activation_input", "activation_quant_scale", "activation_quant_offset"):
         if given[name]:
             refuse(OP_GROUPED, "gmm-reserved", name, "tensors")
-    forms = ("antiquant_scale", "antiquant_offset", "x_dtype", "weight_dtype", "scale_dtype", "per_token_scale_dtype")
+    forms = ("x_dtype", "weight_dtype", "scale_dtype", "per_token_scale_dtype")
     for name in forms:
         if given[name]:
             raise KernelNotCovered(OP_GROUPED, name, "a value")

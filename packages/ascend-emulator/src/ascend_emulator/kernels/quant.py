@@ -8,8 +8,10 @@ from __future__ import annotations
 import torch
 
 from .errors import DeviceFault, KernelNotCovered
-from .quantising import dtype_of, quantise_rows, to_integer
-from .rules import declare, note, online, refuse
+from .pose import Scope
+from .quant_params import npu_convert_weight_to_int4pack
+from .quantising import MOST, dtype_of, float8_of, quantise_rows, to_integer
+from .rules import declare, holds, note, online, refuse
 
 OP_DYNAMIC = "npu::npu_dynamic_quant"
 OP_QUANTIZE = "npu::npu_quantize"
@@ -17,6 +19,8 @@ _TEST = "test_kernels_quant.py"
 _DYNAMIC_DOC = online("torch_npu-npu_dynamic_quant")
 _QUANTIZE_DOC = online("torch_npu-npu_quantize")
 _HALVES = (torch.float16, torch.bfloat16)
+_QUINT4X2 = 16
+"""c10's number of quint4x2."""
 _TARGETS = {0: torch.uint8, 1: torch.int8, 3: torch.int32, 12: torch.int8, 13: torch.uint8, 14: torch.int32}
 """Results of npu_quantize by dtype number: uint8, int8, int32, and qint8, quint8, qint32."""
 
@@ -34,6 +38,25 @@ declare(
         "dynamic-group": ("an int32 group_index (groups,), with smooth_scales", "cast it; pass smooth_scales too"),
         "dynamic-mode": ("quant_mode pertoken, perchannel or pertensor", "pass 'pertoken'"),
     },
+)
+declare(
+    "npu_dynamic_quant",
+    _DYNAMIC_DOC,
+    _TEST,
+    {"dynamic-int4": ("quint4x2: a last axis that is a multiple of 8, one scale a row", "pad the last axis")},
+)
+declare(
+    "npu_dynamic_quant",
+    _DYNAMIC_DOC,
+    _TEST,
+    {"dynamic-integer": ("a dst_type of int8 or quint4x2", "pass torch.int8")},
+    Scope(chips=("910B", "910C")),
+)
+note(
+    "npu_dynamic_quant",
+    "float8 results: largest magnitude / largest number of the type",
+    "ops-nn e5c3fa932, quant/dynamic_quant/docs/aclnnDynamicQuantV3.md",
+    "as written, for chip 950: " + _TEST,
 )
 declare(
     "npu_quantize",
@@ -63,7 +86,7 @@ note(
 note("npu_dynamic_quant", "(not documented) a row of zeros", "—", "scale 0, result 0: " + _TEST)
 note(
     "npu_dynamic_quant, npu_quantize",
-    "int4, float8 and hifloat8 results; inputs in format NZ; dst_type_max",
+    "hifloat8 results, npu_quantize also int4 and float8; inputs in format NZ; dst_type_max",
     _DYNAMIC_DOC,
     "not computed: `KernelNotCovered`: " + _TEST,
 )
@@ -90,18 +113,19 @@ def npu_dynamic_quant(
     quant_mode: str = "pertoken",
     dst_type_max: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric int8 quantisation with scales of its own: largest magnitude / 127.
+    """Symmetric quantisation with scales of its own: largest magnitude / largest number (127; 4-bit: 7).
 
     Args:
         input: Shape: [..., n], 2 axes or more; float16 or bfloat16.
         smooth_scales: None, or factors before quantisation. Shape: [n], or [groups, n] with ``group_index``.
         group_index: None, or ends of the groups of rows. Shape: [groups]; int32.
-        dst_type: None or int8.
+        dst_type: None or int8; quint4x2; on a 950 float8_e4m3fn or float8_e5m2.
         quant_mode: one scale a row (pertoken), a column of the last two axes (perchannel), or one (pertensor).
         dst_type_max: 0.
 
     Returns:
-        int8 of the input's shape; scales float32 of shape [...], [..., n] without the last but one, or [1].
+        int8 or float8 of the input's shape, quint4x2: eight each in int32 [..., n / 8]; scales float32 of shape [...],
+        [..., n] without the last but one, or [1].
 
     Raises:
         OpRefused, KernelNotCovered, DeviceFault: see ``errors``.
@@ -109,8 +133,14 @@ def npu_dynamic_quant(
     Source:
         op-plugin, torch_npu-npu_dynamic_quant.md; perchannel and pertensor: torch_npu's Meta kernel.
     """
-    if dtype_of(OP_DYNAMIC, "dst_type", dst_type, torch.int8) != torch.int8:
+    four_bits = dst_type in (_QUINT4X2, torch.quint4x2)
+    target = torch.int8 if four_bits else float8_of(dst_type) or dtype_of(OP_DYNAMIC, "dst_type", dst_type, torch.int8)
+    if target not in MOST:
         raise KernelNotCovered(OP_DYNAMIC, "dst_type", dst_type)
+    if target != torch.int8 and holds("dynamic-integer"):
+        refuse(OP_DYNAMIC, "dynamic-integer", "dst_type", target)
+    if four_bits and (input.size(-1) % 8 or quant_mode != "pertoken"):
+        refuse(OP_DYNAMIC, "dynamic-int4", "dst_type", f"quint4x2, shape {tuple(input.shape)}, {quant_mode}")
     if dst_type_max:
         raise KernelNotCovered(OP_DYNAMIC, "dst_type_max", dst_type_max)
     if quant_mode not in ("pertoken", "perchannel", "pertensor"):
@@ -128,10 +158,14 @@ def npu_dynamic_quant(
     if smooth_scales is not None and tuple(smooth_scales.shape) != wanted:
         refuse(OP_DYNAMIC, "dynamic-smooth", "smooth_scales", f"shape {tuple(smooth_scales.shape)}, wanted {wanted}")
     rows = _smoothed(input.float().reshape(-1, input.size(-1)), smooth_scales, group_index).view(input.shape)
+    if four_bits:
+        digits, scale = quantise_rows(rows, most=7.0)
+        packed = npu_convert_weight_to_int4pack(digits.to(torch.int32).view(-1, input.size(-1)))
+        return packed.view(*input.shape[:-1], -1), scale
     if quant_mode == "pertensor":
-        out, scale = quantise_rows(rows.view(1, -1))
+        out, scale = quantise_rows(rows.view(1, -1), target=target)
         return out.view(input.shape), scale
-    return quantise_rows(rows, (-2,) if quant_mode == "perchannel" else (-1,))
+    return quantise_rows(rows, (-2,) if quant_mode == "perchannel" else (-1,), target)
 
 
 def npu_quantize(

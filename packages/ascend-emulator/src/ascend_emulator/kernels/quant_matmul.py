@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from .errors import KernelNotCovered
+from .quant_params import unpacked_int4, unpacked_scale
 from .quantising import dtype_of, to_integer
 from .rules import declare, note, online, refuse
 
@@ -23,10 +24,15 @@ declare(
     _QUANT_DOC,
     _TEST,
     {
-        "qmm-dtype": ("x1, x2 int8", "quantise them"),
+        "qmm-dtype": ("x1, x2 both int8, or both int32 that hold eight 4-bit integers each", "quantise them"),
+        "qmm-packed": (
+            "4-bit integers: a contiguous x1 (m, k / 8), and x2 a contiguous (k, n / 8), or (k / 8, n), the transpose "
+            "of a contiguous (n, k / 8)",
+            "pack the last axis",
+        ),
         "qmm-rank": ("x1, x2 of 2 to 6 axes with inner sizes that match", "reshape them"),
         "qmm-last": ("last axes of at most 65535", "split the matrix"),
-        "qmm-scale": ("a scale (1,) or (n,) of float32 or bfloat16 (int64 from npu_trans_quant_param)", "reshape it"),
+        "qmm-scale": ("a scale (1,) or (n,) of float32, bfloat16, or int64 of npu_trans_quant_param", "reshape it"),
         "qmm-pertoken": ("a float32 pertoken_scale (m,)", "pass one scale a row of x1"),
         "qmm-offset": ("a float32 offset (1,) or (n,) with int8 output only", "leave it None"),
         "qmm-bias": ("a bias (n,) or (batch, 1, n) of a dtype that the output takes", "cast and reshape the bias"),
@@ -38,7 +44,7 @@ declare(
 )
 note(
     "npu_quant_matmul",
-    "int32 x1, x2 (int4 packed), int64 scales, group_sizes, y_scale",
+    "scales and offsets of 2 axes, group_sizes, y_scale, the forms of a 950 (float8, float4, microscaling)",
     _QUANT_DOC,
     "not computed: `KernelNotCovered`: " + _TEST,
 )
@@ -65,16 +71,15 @@ def _check_quant(
     pertoken: torch.Tensor | None,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
+    packed: bool,
 ) -> None:
     for name, tensor in (("x1", x1), ("x2", x2)):
-        if tensor.dtype != torch.int8:
-            refuse(OP_QUANT, "qmm-dtype", name, tensor.dtype)
         if not 2 <= tensor.dim() <= 6 or tensor.numel() == 0 or x1.size(-1) != x2.size(-2):
             refuse(OP_QUANT, "qmm-rank", name, f"{tuple(x1.shape)} @ {tuple(x2.shape)}")
         if tensor.size(-1) > 65535:
             refuse(OP_QUANT, "qmm-last", name, tensor.size(-1))
     m, n = x1.size(-2), x2.size(-1)
-    if scale.dtype not in (torch.float32, torch.bfloat16) or tuple(scale.shape) not in ((1,), (n,)):
+    if scale.dtype not in (torch.float32, torch.bfloat16, torch.int64) or tuple(scale.shape) not in ((1,), (n,)):
         refuse(OP_QUANT, "qmm-scale", "scale", f"{scale.dtype}, shape {tuple(scale.shape)} for n = {n}")
     if pertoken is not None and (pertoken.dtype != torch.float32 or tuple(pertoken.shape) != (m,)):
         refuse(OP_QUANT, "qmm-pertoken", "pertoken_scale", f"{pertoken.dtype}, shape {tuple(pertoken.shape)}")
@@ -84,18 +89,34 @@ def _check_quant(
         refuse(OP_QUANT, "qmm-offset", "offset", f"{offset.dtype}, shape {tuple(offset.shape)} with {dtype} output")
     if bias is not None and not (tuple(bias.shape) == (n,) or (bias.dim() == 3 and tuple(bias.shape[1:]) == (1, n))):
         refuse(OP_QUANT, "qmm-bias", "bias", f"shape {tuple(bias.shape)} for n = {n}")
-    wide_bias = (None, torch.int32, torch.bfloat16, torch.float32)
     kind = None if bias is None else bias.dtype
-    rows = {
-        torch.int8: scale.dtype == torch.float32 and pertoken is None and kind in (None, torch.int32),
-        torch.int32: kind in (None, torch.int32),
-        torch.bfloat16: kind in wide_bias,
-        torch.float16: scale.dtype == torch.float32
-        and (kind in (None, torch.int32) if pertoken is None else kind in wide_bias),
-    }
+    plain, any_bias = kind in (None, torch.int32), kind in (None, torch.int32, torch.bfloat16, torch.float32)
+    fixed = scale.dtype in (torch.float32, torch.int64) and pertoken is None and plain
+    if packed:
+        by_row = pertoken is not None and scale.dtype == torch.float32 and bias is None
+        rows = {torch.float16: fixed or by_row, torch.bfloat16: by_row}
+    else:
+        rows = {
+            torch.int8: fixed,
+            torch.int32: scale.dtype != torch.int64 and plain,
+            torch.bfloat16: scale.dtype != torch.int64 and any_bias,
+            torch.float16: fixed if pertoken is None else scale.dtype == torch.float32 and any_bias,
+        }
     if not rows.get(dtype, False):
-        given = f"{dtype} with scale {scale.dtype}, bias {kind}, pertoken_scale {pertoken is not None}"
+        given = f"{dtype} with {'4-bit' if packed else 'int8'} matrices, scale {scale.dtype}, bias {kind}, "
+        given += f"pertoken_scale {pertoken is not None}"
         refuse(OP_QUANT, "qmm-combination", "output_dtype", given)
+
+
+def _unpacked(x1: torch.Tensor, x2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 matrices of 4-bit ones."""
+    k = 8 * x1.size(-1)
+    across = x2.dim() > 1 and x2.is_contiguous() and x2.size(-2) == k
+    along = x2.dim() > 1 and x2.transpose(-1, -2).is_contiguous() and 8 * x2.size(-2) == k
+    if not x1.is_contiguous() or not (across or along):
+        given = f"shape {tuple(x1.shape)}, strides {x1.stride()}, x2 {tuple(x2.shape)}, {x2.stride()}"
+        refuse(OP_QUANT, "qmm-packed", "x1", given)
+    return unpacked_int4(x1), unpacked_int4(x2, -1 if across else -2)
 
 
 def npu_quant_matmul(
@@ -114,12 +135,12 @@ def npu_quant_matmul(
     group_sizes: Sequence[int] | None = None,
     y_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Product of int8 matrices, scaled by column and, when wanted, by row.
+    """Product of int8 or 4-bit matrices, scaled by column and, when wanted, by row.
 
     Args:
-        x1: Shape: [..., m, k]; int8.
-        x2: Shape: [..., k, n]; int8.
-        scale: Shape: [1] or [n]; float32 or bfloat16.
+        x1: Shape: [..., m, k]; int8, or eight 4-bit integers each, [..., m, k / 8]; int32.
+        x2: Shape: [..., k, n]; int8; 4-bit: [..., k, n / 8], or a transposed [..., n, k / 8]; int32.
+        scale: Shape: [1] or [n]; float32, bfloat16, or int64 of ``npu_trans_quant_param``.
         offset: None, or added to int8 output. Shape: [1] or [n]; float32.
         pertoken_scale: None, or Shape: [m]; float32.
         bias: None, or Shape: [n] or [batch, 1, n]; int32 is added before scaling, floats after.
@@ -145,19 +166,19 @@ def npu_quant_matmul(
     for name, value in given.items():
         if value is not None:
             raise KernelNotCovered(OP_QUANT, name, "a value")
-    for name, tensor in (("x1", x1), ("x2", x2)):
-        if tensor.dtype == torch.int32:
-            raise KernelNotCovered(OP_QUANT, name, "a tensor of dtype int32 (int4 packed)")
-    if scale.dtype == torch.int64:
-        raise KernelNotCovered(OP_QUANT, "scale", "a tensor of dtype int64")
+    if x1.dtype != x2.dtype or x1.dtype not in (torch.int8, torch.int32):
+        refuse(OP_QUANT, "qmm-dtype", "x1", f"{x1.dtype}, x2 {x2.dtype}")
+    packed = x1.dtype == torch.int32
+    if packed:
+        x1, x2 = _unpacked(x1, x2)
     dtype = dtype_of(OP_QUANT, "output_dtype", output_dtype, torch.int8)
-    _check_quant(x1, x2, scale, offset, pertoken_scale, bias, dtype)
+    _check_quant(x1, x2, scale, offset, pertoken_scale, bias, dtype, packed)
     total = product(x1, x2)
     if bias is not None and bias.dtype == torch.int32:
         total = total + bias
     if dtype == torch.int32:
         return total.to(torch.int32)
-    out = total.float() * scale.float()
+    out = total.float() * unpacked_scale(scale)
     if pertoken_scale is not None:
         out = out * pertoken_scale.view(-1, 1)
     if bias is not None and bias.dtype != torch.int32:

@@ -89,6 +89,22 @@ def npu_convert_weight_to_int4pack(weight: torch.Tensor, inner_k_tiles: int = 0)
     return packed
 
 
+def unpacked_int4(packed: torch.Tensor, axis: int = -1) -> torch.Tensor:
+    """4-bit integers of 32-bit ones, the lowest bits first.
+
+    Args:
+        packed: int32.
+        axis: the axis that becomes eight times as long: -1, or -2.
+
+    Returns:
+        int8.
+    """
+    packed = packed if axis == -1 else packed.transpose(-1, -2)
+    digits = packed.unsqueeze(-1) >> 4 * torch.arange(8, dtype=torch.int32) & 15
+    out = torch.where(digits > 7, digits - 16, digits).to(torch.int8).flatten(-2)
+    return out if axis == -1 else out.transpose(-1, -2)
+
+
 def unpacked_scale(scale: torch.Tensor) -> torch.Tensor:
     """float32 scales of a quantised product: those that npu_trans_quant_param packed, and any others as they are."""
     if scale.dtype != torch.int64:

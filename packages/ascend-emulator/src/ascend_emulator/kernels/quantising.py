@@ -52,19 +52,29 @@ def to_integer(values: torch.Tensor, dtype: torch.dtype = torch.int8) -> torch.T
     return values.round().clamp(limits.min, limits.max).to(dtype)
 
 
-def quantise_rows(values: torch.Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[torch.Tensor, torch.Tensor]:
+MOST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+"""Largest number of each result of dynamic quantisation."""
+
+
+def quantise_rows(
+    values: torch.Tensor, dims: tuple[int, ...] = (-1,), target: torch.dtype = torch.int8, most: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Symmetric quantisation with one scale for every group of elements.
 
     Args:
         values: Shape: [...]; float32.
         dims: axes over which one scale holds.
+        target: one of ``MOST``.
+        most: what the largest magnitude becomes; None for the target's largest number.
 
     Returns:
-        int8 of the same shape, and the scale: largest magnitude / 127 (float32, without ``dims``). A group of zeros has
-        scale 0 and quantises to 0.
+        ``target`` of the same shape, and the scale: largest magnitude / ``most`` (float32, without ``dims``). A group
+        of zeros has scale 0 and quantises to 0.
     """
-    scale = values.abs().amax(dims, keepdim=True) / 127
+    scale = values.abs().amax(dims, keepdim=True) / (MOST[target] if most is None else most)
     quotient = torch.where(scale == 0, torch.zeros_like(values), values / scale)
     for axis in sorted((dim % values.dim() for dim in dims), reverse=True):
         scale = scale.squeeze(axis)
-    return to_integer(quotient), scale
+    if target == torch.int8:
+        return to_integer(quotient), scale
+    return quotient.clamp(-MOST[target], MOST[target]).to(target), scale

@@ -1,4 +1,4 @@
-"""npu_weight_quant_batchmatmul: products with int8 weights that are scaled back first.
+"""npu_weight_quant_batchmatmul: products with int8 or 4-bit weights that are scaled back first.
 
 This module owns the op's refusals; weights are scaled and multiplied in float32 and rounded once.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from .errors import KernelNotCovered
+from .quant_params import unpacked_int4
 from .rules import declare, note, online, refuse
 
 OP = "npu::npu_weight_quant_batchmatmul"
@@ -21,7 +22,10 @@ declare(
     _TEST,
     {
         "wqm-x": ("x (M, K) of float16 or bfloat16", "cast and reshape x"),
-        "wqm-weight": ("an int8 weight (K, N)", "quantise and reshape it"),
+        "wqm-weight": (
+            "a weight (K, N) of int8, or of 4-bit integers in int32: contiguous (K, N / 8) or transposed (N, K / 8)",
+            "quantise and reshape it",
+        ),
         "wqm-scale": (
             "antiquant_scale and antiquant_offset of the dtype of x, alike: (1,), (1, 1), (N,), (1, N), or (groups, N)",
             "cast and reshape them",
@@ -32,7 +36,7 @@ declare(
 )
 note(
     _NAME,
-    "int32 weights (int4 packed), int64 scales, quantised results",
+    "int64 scales, quantised results",
     _DOC,
     "not computed: `KernelNotCovered`: " + _TEST,
 )
@@ -54,7 +58,7 @@ def npu_weight_quant_batchmatmul(
 
     Args:
         x: Shape: [M, K]; float16 or bfloat16.
-        weight: Shape: [K, N]; int8.
+        weight: Shape: [K, N]; int8; or eight 4-bit integers each, [K, N / 8] or a transposed [N, K / 8]; int32.
         antiquant_scale: one, one a column, or one a column and group of rows; dtype of ``x``.
         antiquant_offset: None, or as the scale.
         quant_scale: not computed.
@@ -76,10 +80,15 @@ def npu_weight_quant_batchmatmul(
     for name, form in (("quant_scale", quant_scale), ("quant_offset", quant_offset), ("weight_dtype", weight_dtype)):
         if form is not None:
             raise KernelNotCovered(OP, name, "a value")
-    if weight.dtype == torch.int32 or antiquant_scale.dtype == torch.int64:
-        raise KernelNotCovered(OP, "weight", f"{weight.dtype} with scales of {antiquant_scale.dtype}")
+    if antiquant_scale.dtype == torch.int64:
+        raise KernelNotCovered(OP, "antiquant_scale", "a tensor of dtype int64")
     if x.dtype not in (torch.float16, torch.bfloat16) or x.dim() != 2:
         refuse(OP, "wqm-x", "x", f"{x.dtype}, shape {tuple(x.shape)}")
+    if weight.dtype == torch.int32 and weight.dim() == 2:
+        if weight.is_contiguous() and weight.size(0) == x.size(1):
+            weight = unpacked_int4(weight)
+        elif weight.T.is_contiguous():
+            weight = unpacked_int4(weight, -2)
     if weight.dtype != torch.int8 or weight.dim() != 2 or weight.size(0) != x.size(1):
         refuse(OP, "wqm-weight", "weight", f"{weight.dtype}, shape {tuple(weight.shape)} for x of {tuple(x.shape)}")
     inner, columns = weight.shape

@@ -131,6 +131,38 @@ def test_results_have_the_shapes_of_the_meta_kernels(name: str, arguments: list[
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
+WORDS = torch.zeros(8, 1, dtype=torch.int32)
+HALF, BYTES = torch.ones(2, 8).half(), torch.ones(1, 2, 3, 8, dtype=torch.int8)
+FORMS: list[tuple[str, list[Any], dict[str, Any]]] = [
+    ("quant_matmul", [WORDS[:3], WORDS, torch.ones(8)], {"output_dtype": 5}),
+    ("quant_matmul", [WORDS[:3], WORDS.T, torch.ones(8)], {"output_dtype": 5}),
+    ("quant_matmul", [BYTES[0, 0], BYTES[0, 0].T, torch.ones(3).long()], {"output_dtype": 5}),
+    ("weight_quant_batchmatmul", [HALF, WORDS, torch.ones(8).half()], {}),
+    ("grouped_matmul", [[HALF], [WORDS]], {"antiquant_scale": [torch.ones(8).half()], "group_type": -1}),
+    ("dynamic_quant", [HALF], {"dst_type": 16}),
+    ("dynamic_block_quant", [torch.ones(2, 3, 200).half()], {}),
+    (
+        "fused_infer_attention_score",
+        [torch.ones(1, 2, 3, 16).half(), *[torch.ones(1, 2, 3, 16, dtype=torch.int8)] * 2],
+        dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale"), torch.ones(1).half())
+        | {"num_heads": 2, "input_layout": "BNSD"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "options"), FORMS)
+def test_quantised_forms_have_the_shapes_of_the_meta_kernels(
+    name: str, arguments: list[Any], options: dict[str, Any]
+) -> None:
+    def meta(x: Any) -> Any:
+        return [meta(item) for item in x] if isinstance(x, list) else x.to("meta") if hasattr(x, "to") else x
+
+    wanted = overload(f"npu::npu_{name}")(*meta(arguments), **{key: meta(x) for key, x in options.items()})
+    got = REGISTRY[f"npu::npu_{name}"](*arguments, **options)
+    pairs = zip(got, wanted, strict=True) if isinstance(got, (tuple, list)) else [(got, wanted)]
+    assert all((one.shape, one.dtype) == (other.shape, other.dtype) for one, other in pairs)
+
+
 class Problem:
     """Paged attention of the main job's form, on the CPU and on the device."""
 
