@@ -103,7 +103,7 @@ def test_dense(
         input_layout=layout, actual_seq_lengths_kv=lens, **options,
     )  # fmt: skip
     if layout == "BSH":
-        out = out.unflatten(2, (heads, -1))
+        out = torch.unflatten(out, 2, (heads, -1))
     out = out if layout == "BNSD" else out.transpose(1, 2)
     rows = [k[:, :n] for k, n in zip(keys, lens, strict=True)], [v[:, :n] for v, n in zip(values, lens, strict=True)]
     check(out, query, rows, pair, shifts if shifted else None, lambda request, _: lens[request])
@@ -127,7 +127,7 @@ def test_paged(kind: str) -> None:
             for token in range(part.size(1)):
                 cache[int(table[request, token // size]), :, token % size] = part[:, token]
         if nz:
-            cache = cache.unflatten(3, (width // 32, 32)).transpose(2, 3).contiguous()
+            cache = torch.unflatten(cache, 3, (width // 32, 32)).transpose(2, 3).contiguous()
         elif kind == "rows":
             cache = cache.transpose(1, 2).flatten(2).contiguous()
         caches.append(cache)

@@ -38,11 +38,11 @@ def laid_out(parts: list[torch.Tensor], layout: str) -> torch.Tensor:
 def taken_out(out: torch.Tensor, layout: str, lens: list[int], heads: int) -> list[torch.Tensor]:
     """The way back."""
     if layout == "TND":
-        return list(out[: sum(lens)].split(lens))
+        return list(torch.split(out[: sum(lens)], lens))
     if layout == "BNSD":
         out = out.transpose(1, 2)
     elif layout != "BSND":
-        out = (out.transpose(0, 1) if layout == "SBH" else out).unflatten(2, (heads, -1))
+        out = torch.unflatten(out.transpose(0, 1) if layout == "SBH" else out, 2, (heads, -1))
     return list(out)
 
 

@@ -169,7 +169,7 @@ def sfa(paged: bool = False, **over: Any) -> Call:
     return SFA, options | over
 
 
-FLOATS = {"query": bytes8(2, 3, 8, 128, dtype=FP8), "key": bytes8(2, 5, 1, 128, dtype=FP8)}
+FLOATS: dict[str, Any] = {"query": bytes8(2, 3, 8, 128, dtype=FP8), "key": bytes8(2, 5, 1, 128, dtype=FP8)}
 REFUSED: list[tuple[str, Callable[[], Call]]] = [
     ("qindexer-heads", lambda: indexer(query=bytes8(2, 3, 65, 128), weights=draw(2, 3, 65))),
     ("qindexer-heads", lambda: indexer(query=bytes8(2, 3, 8, 64), key=bytes8(2, 5, 1, 64))),

@@ -229,7 +229,7 @@ def npu_mm_all_reduce_base(
     Source:
         op-plugin, torch_npu-npu_mm_all_reduce_base.md.
     """
-    given = {"comm_quant_scale_1": comm_quant_scale_1, "comm_quant_scale_2": comm_quant_scale_2}
+    given: dict[str, object] = {"comm_quant_scale_1": comm_quant_scale_1, "comm_quant_scale_2": comm_quant_scale_2}
     given |= {"group_sizes": group_sizes, "y_dtype": y_dtype, "x1_dtype": x1_dtype, "x2_dtype": x2_dtype}
     given |= {"dequant_scale_dtype": dequant_scale_dtype, "pertoken_scale_dtype": pertoken_scale_dtype}
     for name, value in (given | {"comm_quant_mode": comm_quant_mode or None, "comm_mode": comm_mode}).items():

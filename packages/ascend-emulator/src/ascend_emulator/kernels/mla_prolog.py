@@ -35,6 +35,8 @@ _KERNEL = "ops-transformer c29bc10, attention/mla_prolog/op_kernel/service_scatt
 _TEST = "test_kernels_mla_prolog.py"
 _LATENT, _ROPE = 512, 64
 _HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
+_T = torch.Tensor
+_Tensors = tuple[_T, _T, _T, _T, _T, _T, _T, _T, _T, _T, _T]
 _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 _NARROW = (torch.int8, torch.uint8, torch.float8_e4m3fn)
 
@@ -404,7 +406,8 @@ def _with_options(kernel: _Kernel) -> _Kernel:
 
 def _run_v3(
     op: str,
-    *tensors: torch.Tensor,
+    tensors: _Tensors,
+    *,
     cache_index: torch.Tensor | None = None,
     actual_seq_len: torch.Tensor | None = None,
     rmsnorm_epsilon_cq: float = 1e-05,
@@ -469,12 +472,9 @@ def npu_mla_prolog_v3(
     Source:
         op-plugin, torch_npu-npu_mla_prolog_v3.md.
     """
-    return _run_v3(
-        OP_V3,
-        *(token_x, weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr, rmsnorm_gamma_cq, rmsnorm_gamma_ckv),
-        *(rope_sin, rope_cos, kv_cache, kr_cache),
-        **options,
-    )
+    projections = weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr
+    rest = rmsnorm_gamma_cq, rmsnorm_gamma_ckv, rope_sin, rope_cos, kv_cache, kr_cache
+    return _run_v3(OP_V3, (token_x, *projections, *rest), **options)
 
 
 @_with_options
@@ -494,9 +494,8 @@ def npu_mla_prolog_v3_functional(
 ) -> tuple[torch.Tensor, ...]:
     """The same into copies of the caches, which follow the other results; see ``npu_mla_prolog_v3``."""
     caches = kv_cache.clone(), kr_cache.clone()
-    projections = weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr
-    gammas = rmsnorm_gamma_cq, rmsnorm_gamma_ckv
-    return *_run_v3(OP_FUNCTIONAL, token_x, *projections, *gammas, rope_sin, rope_cos, *caches, **options), *caches
+    before = token_x, weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr, rmsnorm_gamma_cq, rmsnorm_gamma_ckv
+    return *_run_v3(OP_FUNCTIONAL, (*before, rope_sin, rope_cos, *caches), **options), *caches
 
 
 UNDECLARED_WRITES = {OP_V2: ("kv_cache", "kr_cache")}

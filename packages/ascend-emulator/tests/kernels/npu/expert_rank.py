@@ -61,12 +61,12 @@ def main(rank: int, ranks: int, rendezvous: str) -> None:
     dist.all_reduce(both)
     mine, total = both[rank].contiguous(), (both.float() @ weight.float()).sum(0)
     name = group.group_name
-    for op, extra, want in (
-        (ops.npu_mm_all_reduce_base, (), total),
-        (ops.npu_mm_reduce_scatter_base, (ranks,), total[2 * rank : 2 * rank + 2]),
+    for op, numbers, want in (
+        (ops.npu_mm_all_reduce_base, [], total),
+        (ops.npu_mm_reduce_scatter_base, [ranks], total[2 * rank : 2 * rank + 2]),
     ):
-        summed = op(mine.to("npu"), weight.to("npu"), name, *extra)
-        assert shapes(summed) == shapes(op(mine.to("meta"), weight.to("meta"), name, *extra))
+        summed = op(mine.to("npu"), weight.to("npu"), name, *numbers)
+        assert shapes(summed) == shapes(op(mine.to("meta"), weight.to("meta"), name, *numbers))
         assert torch.allclose(summed.cpu().float(), want, rtol=0.02, atol=0.6)
     dist.destroy_process_group()
 
