@@ -103,4 +103,42 @@ ENGINE_SAMPLES: dict[str, Callable[[], Call]] = {
     "_C_ascend::npu_dequant_swiglu_quant": lambda: (
         [b8(3, 8).to(I32)], {"weight_scale": torch.ones(8), "activation_scale": torch.ones(3, 1), "quant_mode": 1},
     ),
+    "_C_ascend::npu_causal_conv1d_custom": lambda: (
+        [torch.zeros(3, 16, dtype=H), r(3, 16), r(4, 16), r(2, 6, 16), None, i32(0, 2, 3), i32(1, 0), None, None, 1, -1,
+         1], {},
+    ),
+    "_C_ascend::npu_recurrent_gated_delta_rule": lambda: (
+        [r(3, 1, 4, dtype=B), r(3, 1, 4, dtype=B), r(3, 2, 4, dtype=B), r(4, 2, 4, 4, dtype=F)],
+        {"beta": r(3, 2, dtype=B), "scale": 0.5, "actual_seq_lengths": i32(0, 2, 1), "ssm_state_indices": i32(3, 1, 2)},
+    ),
+    "_C_ascend::npu_fused_gdn_gating": lambda: ([r(3, dtype=F), r(2, 3), r(2, 3, seed=1), r(3, dtype=F, seed=2)], {}),
+    "_C_ascend::npu_lightning_indexer": lambda: (
+        [r(2, 3, 4, 128), r(4, 16, 1, 128), r(2, 3, 4)],
+        {"block_table": i32([1, 2], [3, 0]), "layout_key": "PA_BSND", "actual_seq_lengths_key": i32(20, 7),
+         "sparse_count": 4},
+    ),
+    "_C_ascend::npu_lightning_indexer_quant": lambda: (
+        [b8(2, 3, 8, 128), b8(4, 16, 1, 128), r(2, 3, 8), r(2, 3, 8, seed=1).abs(), r(4, 16, 1).abs()],
+        {"block_table": i32([1, 2], [3, 0]), "layout_key": "PA_BSND", "actual_seq_lengths_key": i32(20, 7),
+         "sparse_count": 4},
+    ),
+    "_C_ascend::npu_sparse_flash_attention": lambda: (
+        [r(2, 3, 4, 512), r(4, 16, 1, 512), r(4, 16, 1, 512), torch.zeros(2, 3, 1, 2, dtype=I32), 0.1],
+        {"query_rope": r(2, 3, 4, 64), "key_rope": r(4, 16, 1, 64), "block_table": i32([1, 2], [3, 0]),
+         "layout_kv": "PA_BSND", "actual_seq_lengths_kv": i32(20, 7), "return_softmax_lse": True},
+    ),
+    "_C_ascend::npu_kv_quant_sparse_flash_attention": lambda: (
+        [r(2, 3, 4, 576), torch.ones(4, 16, 1, 656, dtype=torch.int8), torch.ones(4, 16, 1, 656, dtype=torch.int8),
+         torch.zeros(2, 3, 1, 2, dtype=I32), 0.1],
+        {"key_quant_mode": 2, "value_quant_mode": 2, "block_table": i32([1, 2], [3, 0]), "layout_kv": "PA_BSND",
+         "actual_seq_lengths_kv": i32(20, 7)},
+    ),
+    "_C_ascend::batch_matmul_transpose": lambda: ([r(3, 2, 4), r(2, 4, 5), torch.zeros(3, 2, 5, dtype=H)], {}),
+    "_C_ascend::store_kv_block_metadata": lambda: ([i32(4, 5, -1, 8), *(i32(9, 9, 9, 9) for _ in range(3)), 4], {}),
+    "_C_ascend::store_kv_block": lambda: (
+        [b8(3, 1, 8), torch.zeros(2, 4, 1, 8, dtype=torch.int8), i32(2, 1, 0), i32(0, 2, 0), i32(5, 2, 0), 4], {},
+    ),
+    "_C_ascend::transpose_kv_cache_by_block": lambda: (
+        [[r(2, 3, 2, 16)], [r(2, 3, 2, 16, seed=1)], torch.tensor([1, 0]), 3, 2, 16, 2, 1], {},
+    ),
 }  # fmt: skip

@@ -11,7 +11,7 @@ from ._nodes import FlagWait, FlagWrite, HostFunction, Node, write_flag
 from ._queue import Blocked, EventWait, StreamQueue, scheduler
 from ._runtime import Call, runtime
 
-__all__ = ["connect"]
+__all__ = ["connect", "move_bytes"]
 
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -76,7 +76,8 @@ def _value_write(stream: int, address: int, _second: int, value: int, _mode: int
             write_flag(address, value)
 
 
-def _memcpy(stream: int, target: int, source: int, _value: int, size: int) -> None:
+def move_bytes(stream: int, target: int, source: int, size: int) -> None:
+    """What `aclrtMemcpyAsync` does on a stream: bytes from address to address, in the stream's order."""
     name = "aclrtMemcpyAsync"
     accesses = order.bytes_accesses(name, {"source": source}, {"target": target}, size)
     _issue(stream, Node(name, lambda: ctypes.memmove(target, source, size), accesses))
@@ -106,7 +107,7 @@ def connect() -> None:
     runtime.on(Call.WAIT_EVENT, _wait_event)
     runtime.on(Call.VALUE_WAIT, _value_wait)
     runtime.on(Call.VALUE_WRITE, _value_write)
-    runtime.on(Call.MEMCPY, _memcpy)
+    runtime.on(Call.MEMCPY, lambda stream, target, source, value, size: move_bytes(stream, target, source, size))
     runtime.on(Call.MEMSET, _memset)
     runtime.on(Call.HOST_FUNCTION, _host_function)
     runtime.on(Call.EXECUTE, lambda stream, first, second, value, size: graphs.replay(value, stream))

@@ -7,10 +7,16 @@ copy reads or writes later. Here each page is one non-blocking copy with the rul
 from __future__ import annotations
 
 import torch
+import torch_npu
 
+from ._calls import move_bytes
 from ._copies import copy_
 from ._fallback import _implement
-from .kernels import transfer, transfer_state
+from ._operators import current_queue
+from ._runtime import PINNED, runtime
+from .kernels import transfer, transfer_state, vllm_blocks
+from .kernels.errors import DeviceFault
+from .kernels.rules import refuse
 
 __all__ = ["implement"]
 
@@ -64,8 +70,34 @@ def _state_backup(
             copy_(host[host_slot, :, 0], device[:, device_slot], non_blocking=True)
 
 
+def _swap_blocks(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> None:
+    devices = {tensor.device for tensor in (x, y) if not tensor.is_cpu}
+    if len(devices) != 1:
+        refuse(vllm_blocks.OP_SWAP, "swap-device", "x", f"{x.device} beside {y.device}")
+    for source, target in vllm_blocks.swap_pairs(x, y, z):
+        copy_(y[target], x[source], non_blocking=True)
+
+
+def _swap_blocks_batch(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, direction: int) -> None:
+    moves = vllm_blocks.batch_moves(x, y, z, direction)
+    on_host = (direction == vllm_blocks.HOST_TO_DEVICE, direction == vllm_blocks.DEVICE_TO_HOST)
+    for source, target, count in moves:
+        for name, address, host in zip(("x", "y"), (source, target), on_host, strict=True):
+            owner, start, size = runtime.locate(address)
+            inside = (owner == PINNED if host else owner >= 0) and address + count <= start + size
+            if not inside:
+                where = "pinned host memory" if host else "device memory"
+                detail = f"{name}: {count} bytes at {address:#x} are not within one allocation of {where}"
+                raise DeviceFault(vllm_blocks.OP_SWAP_BATCH, detail)
+    stream = current_queue(torch_npu.npu.current_device()).address
+    for source, target, count in moves:
+        move_bytes(stream, target, source, count)
+
+
 def implement() -> None:
     """Put these kernels in the place of the ones that `_fallback.register` made."""
     _implement(transfer.OP, _dim_exchange)
     _implement(transfer_state.OP_LOAD, _state_load)
     _implement(transfer_state.OP_BACKUP, _state_backup)
+    _implement(vllm_blocks.OP_SWAP, _swap_blocks)
+    _implement(vllm_blocks.OP_SWAP_BATCH, _swap_blocks_batch, "CPU")

@@ -65,10 +65,13 @@ from . import (
     top_k_top_p,
     transfer,
     transfer_state,
+    vllm_blocks,
+    vllm_delta,
     vllm_drafts,
     vllm_experts,
     vllm_norms,
     vllm_routing,
+    vllm_sparse,
     weight_quant_matmul,
 )
 from .errors import DeviceFault, KernelError, KernelNotCovered, OpRefused, Rule
@@ -93,7 +96,7 @@ _MODULES: tuple[Any, ...] = (
         moe_combine_norm,
     ),
     *(gated_delta, chunk_delta, causal_conv),
-    *(lora, mla_preprocess, vllm_norms, vllm_drafts, vllm_routing, vllm_experts),
+    *(lora, mla_preprocess, vllm_norms, vllm_drafts, vllm_routing, vllm_experts, vllm_delta, vllm_sparse, vllm_blocks),
 )
 REGISTRY: dict[str, Callable[..., Any]] = {
     name: kernel for module in _MODULES for name, kernel in module.KERNELS.items()
@@ -101,7 +104,18 @@ REGISTRY: dict[str, Callable[..., Any]] = {
 """Kernel of each op, by full name and overload as torch.ops spells them."""
 UNDECLARED_WRITES: dict[str, tuple[str, ...]] = {
     name: arguments
-    for module in (rope, kv_norm_rope, mla_prolog, atb_gating, sgl_cache, sgl_sampling, causal_conv)
+    for module in (
+        rope,
+        kv_norm_rope,
+        mla_prolog,
+        atb_gating,
+        sgl_cache,
+        sgl_sampling,
+        causal_conv,
+        vllm_delta,
+        vllm_sparse,
+        vllm_blocks,
+    )
     for name, arguments in module.UNDECLARED_WRITES.items()
 }
 """Arguments that an op writes on a device although its schema does not say so, by full name of the op."""
