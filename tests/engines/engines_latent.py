@@ -1,7 +1,7 @@
 """A small model's latent attention: SGLang's Ascend backend over its latent pool, and the same rows on the CPU.
 
-The latent is key and value at once, the rope part key only. It owns which request holds which pages; what attention over
-them must give is `engines_reference.attend`.
+The latent is key and value at once, the rope part key only. It owns which request holds which pages; what attention
+over them must give is `engines_reference.attend`.
 """
 
 from __future__ import annotations

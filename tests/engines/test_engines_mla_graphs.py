@@ -1,4 +1,4 @@
-"""Latent attention from NPUCudaGraphBackend's graphs against a float64 loop: decode and verify, ND and NZ, padded heads.
+"""Latent attention from NPUCudaGraphBackend's graphs against a float64 loop: decode, verify, ND, NZ, padded heads.
 
 Lengths grow from replay to replay and come in by the update of host arguments; rows that pad a bucket write to slot 0.
 """

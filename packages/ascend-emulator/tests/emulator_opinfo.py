@@ -35,6 +35,7 @@ DTYPES = (
 MODES = ("eager", "inplace", "out", "resized", "graph", "gradient")
 # What the device computes by another algorithm than the CPU.
 _LOOSE = frozenset({"nn.functional.scaled_dot_product_attention", "nn.functional.multi_head_attention_forward"})
+_NEAR = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # bounds where results need only be near, 1e-4 in other dtypes
 _UNWRITTEN = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
 
 
@@ -236,7 +237,8 @@ def _compare(sample: _Sample, name: str, mode: str, expected: Any, got: Any) -> 
         if name in _UNWRITTEN:
             continue
         near = mode == "gradient" or name in _LOOSE
-        tolerance: Any = {"rtol": 1e-4, "atol": 1e-4} if near and want.element_size() >= 4 else {}
+        bound = _NEAR.get(want.dtype, 1e-4)
+        tolerance: Any = {"rtol": bound, "atol": bound} if near else {}
         torch.testing.assert_close(is_.cpu(), want, equal_nan=True, **tolerance)
         if mode in ("graph", "gradient"):  # a capture has the meta kernel's strides, a gradient any
             continue
@@ -246,7 +248,7 @@ def _compare(sample: _Sample, name: str, mode: str, expected: Any, got: Any) -> 
 
 def _is_random(sample: _Sample, mode: str, expected: Any) -> bool:
     """Whether the CPU's own result depends on the seed."""
-    for salt in (1, 2, 3):
+    for salt in range(1, 31):  # a seed may change one element of many
         again = sample.run("cpu", mode, expected, salt=salt)
         for one, other in zip(_tensors(expected), _tensors(again), strict=True):
             if isinstance(one, torch.Tensor) and not torch.equal(one.resolve_conj(), other.resolve_conj()):

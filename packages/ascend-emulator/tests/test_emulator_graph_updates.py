@@ -277,6 +277,27 @@ def test_what_an_operator_refuses_is_refused_at_capture(attention: Any) -> None:
     attention.check(8)
 
 
+def test_a_mask_that_the_graph_itself_makes() -> None:
+    """At the capture it holds nothing yet, so its contents are looked at in the replay; engines cast their mask so."""
+    torch.manual_seed(3)
+    query, keys = (torch.randn(tokens, 1, 128, dtype=torch.bfloat16) for tokens in (2, 9))
+    on_npu = query.to("npu"), keys.to("npu")
+    triangle = torch.ones(2048, 2048, dtype=torch.bool, device="npu").triu_(1)
+    graph, given, rest = torch_npu.npu.NPUGraph(), torch.empty_like(on_npu[0]), torch.empty(0, device="npu")
+    with torch_npu.npu.graph(graph):
+        out, lse = torch_npu.npu_fused_infer_attention_score_v2.out(
+            on_npu[0], on_npu[1], on_npu[1], actual_seq_qlen=[2], actual_seq_kvlen=[9], num_query_heads=1,
+            num_key_value_heads=1, softmax_scale=0.1, sparse_mode=3, input_layout="TND",
+            atten_mask=triangle.to(torch.int8), out=[given, rest],
+        )  # fmt: skip
+    assert out is given and lse is rest
+    graph.replay()
+    for row, visible in enumerate((8, 9)):
+        seen = keys[:visible, 0].float()
+        expected = torch.softmax(seen @ query[row, 0].float() * 0.1, 0) @ seen
+        torch.testing.assert_close(given[row, 0].cpu().float(), expected, atol=1e-2, rtol=1e-2)
+
+
 def test_reading_a_slot_that_was_never_written_is_the_devices_error(attention: Any) -> None:
     cache = torch.empty_like(attention.key_cache)
     cache[1].copy_(attention.key_cache[1])

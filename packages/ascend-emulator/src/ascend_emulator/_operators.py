@@ -107,6 +107,8 @@ def npu_kernel(
             bring_home(plan, args, kwargs, lowered)
         else:
             out = fn(*lowered.args, **lowered.kwargs)
+        if plan.gives_out:
+            return tuple(kwargs["out"])
 
         def lift(x: torch.Tensor) -> torch.Tensor:
             if lowered.elsewhere:
@@ -188,7 +190,9 @@ def npu_kernel(
         made: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         returned: Any
-        if new_results or plan.resizes or plan.name.startswith("aten::"):
+        if plan.gives_out:
+            returned = tuple(kwargs["out"])
+        elif new_results or plan.resizes or plan.name.startswith("aten::"):
             out, stand_in = infer(plan.name, operator, cpu, args, kwargs)
             if plan.resizes:
                 resize_out(plan, args, kwargs, stand_in, capturing=graph is not None)

@@ -41,6 +41,8 @@ class Plan:
         returns: per result, the index in `written` of the argument that it is, or None for a new tensor.
         written: the arguments that the operator writes.
         resizes: whether written arguments are out= arguments, which may be resized.
+        gives_out: whether the results are the tensors of the list `out`, which the schema does not say; they are never
+            resized.
         strict: whether all tensors with dimensions must be on one device.
         needs_host: whether a result is a number or has a shape that depends on data.
         is_index: whether it is `index`, whose result depends on data when it is given a mask.
@@ -57,6 +59,7 @@ class Plan:
     written: tuple[Argument, ...]
     returns: tuple[int | None, ...]
     resizes: bool
+    gives_out: bool
     strict: bool
     needs_host: bool
     randomness: str
@@ -117,6 +120,7 @@ def plan_of(name: str, operator: Any) -> Plan:
             continue
         own = set(info.before_set)
         returns.append(next(i for i, other in enumerate(sets) if own & other))
+    listed = any(a.name == "out" and a.kind == "tensors" and not a.written for a in arguments)
     tags = getattr(operator, "tags", ())
     base = schema.name.partition("::")[2]
     plain = [str(r.type) for r in schema.returns if "Tensor" not in str(r.type)]
@@ -133,6 +137,7 @@ def plan_of(name: str, operator: Any) -> Plan:
         written=written,
         returns=tuple(returns),
         resizes=any(a.keyword_only for a in written),
+        gives_out=listed and all(index is None for index in returns),
         strict=schema.name.startswith("aten::") and not any(word in base for word in _MIXING),
         needs_host=bool(plain) or (torch.Tag.dynamic_output_shape in tags and not is_index),
         randomness="generator" if has_generator else "default" if seeded else "",
