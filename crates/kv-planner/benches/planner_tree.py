@@ -10,8 +10,9 @@ import importlib
 import itertools
 import sys
 from array import array
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import kv_planner as kp
 import numpy as np
@@ -24,6 +25,7 @@ LENGTH = 1024  # pages of a text
 TEXTS = 256
 FULL = 0  # the component of plain attention
 Tokens = npt.NDArray[np.int64]
+_T = TypeVar("_T")
 
 
 def bindings() -> Any:
@@ -86,6 +88,12 @@ def slots(first: int, pages: int) -> torch.Tensor:
     return torch.arange(first * PAGE, (first + pages) * PAGE)
 
 
+def in_turn(call: Callable[[_T], object], arguments: Sequence[_T]) -> Callable[[], object]:
+    """A call with the next of the arguments each time."""
+    turns = itertools.cycle(arguments)
+    return lambda: call(next(turns))
+
+
 def matching(bench: Bench) -> None:
     """Long prompts, whole and up to half of a text."""
     index, tree = kp.PrefixIndex(PAGE, device_pages=(TEXTS + 1) * LENGTH), Tree()
@@ -101,11 +109,10 @@ def matching(bench: Bench) -> None:
         raw = [array("q", tokens.tobytes()) for tokens in asked]
         for tokens, same in zip(asked, raw, strict=True):
             assert index.match(tokens).device_tokens == tree.match(same)
-        turns, others = itertools.cycle(asked), itertools.cycle(raw)
         bench.faster(
             f"match {len(asked[0]):,} tokens, {name}, in {index.counts().nodes:,} pages, beside SGLang's compiled tree",
-            lambda turns=turns: index.match(next(turns)),
-            lambda others=others: tree.match(next(others)),
+            in_turn(index.match, asked),
+            in_turn(tree.match, raw),
             at_least=1,
             unit="µs",
         )
