@@ -1,4 +1,7 @@
-"""Owns the proof that the ops give what SGLang 0.5.23's own kernels gave, as `golden/record_sglang.py` recorded it."""
+"""Owns the proof that the ops give what SGLang 0.5.23's own kernels and sgl-kernel-npu's own Python gave.
+
+`golden/record_sglang.py` and `golden/record_sgl_kernel_npu.py` recorded it.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ import spec_kernels as sk
 import torch
 
 
-@lru_cache(maxsize=1)
-def recorded() -> dict[str, Any]:
-    golden: dict[str, Any] = json.loads((Path(__file__).parent / "golden/sglang_0_5_23.json").read_text())
+@lru_cache(maxsize=2)
+def recorded(name: str) -> dict[str, Any]:
+    golden: dict[str, Any] = json.loads((Path(__file__).parent / f"golden/{name}.json").read_text())
     return golden
 
 
@@ -28,8 +31,8 @@ def restored(value: Any, device: str) -> Any:
 def golden(place: Any) -> Any:
     """A family's tensors by name, on the place's device."""
 
-    def family(name: str) -> dict[str, Any]:
-        return {key: restored(part, place.device) for key, part in recorded()[name].items()}
+    def family(name: str, engine: str = "sglang_0_5_23") -> dict[str, Any]:
+        return {key: restored(part, place.device) for key, part in recorded(engine)[name].items()}
 
     return family
 
@@ -89,3 +92,32 @@ def test_trees_and_chain_sampling(place: Any, golden: Any) -> None:
     steps = case["drafts"].shape[1]
     sampled = sk.sample_chain(case["drafts"], case["q"], case["p"], case["coins"][:, :steps], case["last"], **on)
     assert same(sampled.num_correct_drafts, case["accepted"]) and same(sampled.bonus, case["bonus"])
+
+
+def test_chain_sampling_of_the_npu_library(place: Any, golden: Any) -> None:
+    case, on = golden("chains", "sgl_kernel_npu_f425bdf"), {"backend": place.backend}
+    steps = case["drafts"].shape[1]
+    sampled = sk.sample_chain(case["drafts"], case["q"], case["p"], case["coins"][:, :steps], case["last"], **on)
+    assert same(sampled.num_correct_drafts, case["accepted"]) and same(sampled.bonus, case["bonus"])
+    assert len(set(case["accepted"].tolist())) > 2
+
+
+def test_trees_of_the_npu_library(place: Any, golden: Any) -> None:
+    case, on = golden("trees", "sgl_kernel_npu_f425bdf"), {"backend": place.backend}
+    tree = sk.build_tree(case["parents"], case["selected"], case["lens"], topk=2, **on)
+    assert same(tree.next_token, case["next_token"]) and same(tree.next_sibling, case["next_sibling"])
+    assert same(tree.positions.flatten(), case["positions"])
+    links = tree.next_token, tree.next_sibling
+    found = sk.verify_tree_greedy(case["candidates"], case["target"], *links, depth=4, **on)
+    assert same(found.accept_index, case["index"]) and same(found.num_correct_drafts, case["count"])
+    assert same(found.predict, case["predict"])
+    sampled = sk.sample_tree(case["drafted"], case["p"], *links, case["coins"], case["last"], depth=4, **on)
+    assert same(sampled.accept_index, case["sampled_index"]) and same(sampled.predict, case["sampled"])
+    assert same(sampled.num_correct_drafts, case["sampled_count"])
+
+
+def test_states_of_the_npu_library(place: Any, golden: Any) -> None:
+    case = golden("states", "sgl_kernel_npu_f425bdf")
+    held = case["states"].clone()
+    sk.keep_states(held, case["step_states"], case["slots"], case["kept"], backend=place.backend)
+    assert same(held, case["after"])
