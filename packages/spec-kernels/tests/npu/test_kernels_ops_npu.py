@@ -12,7 +12,7 @@ from typing import Any
 
 FAMILIES = (
     "accepted", "attention_groups", "attention_modes", "cache_locs", "chain", "dflash", "draft_extend_plan",
-    "kv_writes", "rolling", "sampling", "softmax", "steps", "trees", "widened",
+    "field", "kv_writes", "rolling", "sampling", "softmax", "steps", "trees", "widened",
 )  # fmt: skip
 
 
