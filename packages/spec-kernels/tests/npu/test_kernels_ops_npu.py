@@ -27,7 +27,9 @@ def of_family(family: str) -> dict[str, Any]:
     found = {
         f"{name}_of_{family}": value
         for name, value in vars(module).items()
-        if name.startswith("test_") and {"place", "attention_place"} & set(_parameters(value))
+        if name.startswith("test_")
+        and {"place", "attention_place"} & set(_parameters(value))
+        and "place_on" not in _parameters(value)
     }
     assert len(found) > 1, f"no tests in {path}"
     return found
