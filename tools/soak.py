@@ -1,7 +1,8 @@
 """Runs the long proofs of one package with their full counts, and writes what came out under `docs/evidence/`.
 
 Property tests in Python (Hypothesis) get `--factor` times the examples that they ask for, those in Rust (proptest)
-`--cases` each. It defines no proof: those lie beside the code, and `nox -s tests` runs a seeded slice of them.
+`--cases` each; a script `*_soak.py` among a package's tests runs with its own counts. It defines no proof: those lie
+beside the code, and `nox -s tests` runs a seeded slice of them.
 """
 
 from __future__ import annotations
@@ -92,6 +93,14 @@ def python(title: str, paths: list[str], factor: int, seed: int) -> Part:
     return Part(title, _shown(command, env), counts, code == 0 and examples > 0, seconds, _tail(output))
 
 
+def script(path: str, seed: int) -> Part:
+    """A proof that is no property test: a script that prints ``count: what | figure`` and leaves with 0 when it held."""
+    command = ["python", path, "--seed", str(seed)]
+    code, output, seconds = _run(command, {})
+    counts = [(what, figure) for what, figure in re.findall(r"^count: (.*) \| (.*)$", output, flags=re.M)]
+    return Part("Long runs", _shown(command, {}), counts, code == 0 and bool(counts), seconds, _tail(output))
+
+
 def _tail(output: str) -> str:
     return "\n".join(output.splitlines()[-60:])
 
@@ -136,6 +145,7 @@ def main() -> int:
     runs = [("Python", [str(folder / "tests"), *([f"--ignore={folder / 'tests/npu'}"] if npu.is_dir() else [])])]
     if any("hypothesis" in path.read_text() for path in npu.rglob("*.py")):
         runs.append(("Python, emulated NPU", [str(folder / "tests/npu")]))
+    parts += [script(str(path.relative_to(ROOT)), options.seed) for path in sorted(tests.glob("*_soak.py"))]
     parts += [python(title, paths, options.factor, options.seed) for title, paths in runs]
     path = write(options.package, parts, options.seed)
     print(f"written: {path.relative_to(ROOT)}")
