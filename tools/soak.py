@@ -94,7 +94,7 @@ def python(title: str, paths: list[str], factor: int, seed: int) -> Part:
 
 
 def script(path: str, seed: int) -> Part:
-    """A proof that is no property test: a script that prints ``count: what | figure`` and leaves with 0 when it held."""
+    """A proof that is no property test: a script that prints `count: what | figure` and leaves with 0 if it held."""
     command = ["python", path, "--seed", str(seed)]
     code, output, seconds = _run(command, {})
     counts = [(what, figure) for what, figure in re.findall(r"^count: (.*) \| (.*)$", output, flags=re.M)]
