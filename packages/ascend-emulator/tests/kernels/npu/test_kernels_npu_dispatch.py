@@ -22,6 +22,7 @@ LATER = {
     "npu::npu_sparse_flash_attention": {"sinks"},
     "npu::npu_moe_gating_top_k": {"input_ids", "tid2eid"},
     "npu::npu_moe_finalize_routing": {"k"},
+    "npu::npu_dynamic_mx_quant": {"max_low_bound"},
 }
 """Parameters that ops have from torch_npu 2.13 on: a kernel has them, whichever release is installed."""
 

@@ -125,6 +125,15 @@ SAMPLES: dict[str, Callable[[], Call]] = {
     "npu::npu_trans_quant_param": lambda: ([r(4, dtype=F), r(1, dtype=F), 1], {}),
     "npu::npu_dynamic_quant": lambda: ([r(2, 3, 8)], {}),
     "npu::npu_dynamic_block_quant": lambda: ([r(3, 130)], {}),
+    "npu::npu_dynamic_mx_quant": lambda: ([r(3, 66)], {"dst_type": 24}),
+    "npu::npu_rms_norm_dynamic_mx_quant": lambda: ([r(3, 66), r(66)], {}),
+    "npu::npu_add_rms_norm_dynamic_mx_quant": lambda: ([r(3, 66), r(3, 66, seed=1), r(66)], {"dst_type": 23}),
+    "npu::npu_dynamic_dual_level_mx_quant": lambda: ([r(3, 66)], {}),
+    "npu::npu_transpose_quant_batchmatmul": lambda: (
+        [r(2, 3, 512).to(torch.float8_e4m3fn), r(3, 512, 128).to(torch.float8_e4m3fn), 15],
+        {"x1_scale": torch.ones(2), "x2_scale": torch.ones(128), "perm_x1": [1, 0, 2], "perm_x2": [0, 1, 2],
+         "perm_y": [1, 0, 2]},
+    ),
     "npu::npu_kronecker_quant": lambda: ([r(2, 3, 16), r(3, 3), r(16, 16), 0.8], {}),
     "npu::npu_sign_bits_unpack": lambda: ([torch.tensor([5, 255], dtype=torch.uint8), 2, F], {}),
     "npu::npu_moe_init_routing_quant": lambda: (
