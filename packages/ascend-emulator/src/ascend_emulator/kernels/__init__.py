@@ -70,6 +70,7 @@ from . import (
     vllm_blocks,
     vllm_delta,
     vllm_drafts,
+    vllm_expert_parallel,
     vllm_experts,
     vllm_norms,
     vllm_routing,
@@ -99,6 +100,7 @@ _MODULES: tuple[Any, ...] = (
     ),
     *(gated_delta, chunk_delta, causal_conv),
     *(lora, mla_preprocess, vllm_norms, vllm_drafts, vllm_routing, vllm_experts, vllm_delta, vllm_sparse, vllm_blocks),
+    vllm_expert_parallel,
 )
 REGISTRY: dict[str, Callable[..., Any]] = {
     name: kernel for module in _MODULES for name, kernel in module.KERNELS.items()

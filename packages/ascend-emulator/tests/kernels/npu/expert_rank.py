@@ -68,6 +68,22 @@ def main(rank: int, ranks: int, rendezvous: str) -> None:
         summed = op(mine.to("npu"), weight.to("npu"), name, *numbers)
         assert shapes(summed) == shapes(op(mine.to("meta"), weight.to("meta"), name, *numbers))
         assert torch.allclose(summed.cpu().float(), want, rtol=0.02, atol=0.6)
+    zeros, ones = torch.zeros(2 * ranks, 4, dtype=BF16).to("npu"), torch.ones(4, dtype=BF16).to("npu")
+    library = torch.ops._C_ascend
+    _, kept = library.matmul_allreduce_add_rmsnorm(
+        mine.to("npu"), weight.to("npu"), zeros, ones, name, ranks, rank, 1e-6, False, True
+    )
+    assert torch.allclose(kept.cpu().float(), total, rtol=0.02, atol=0.6)
+    first, second = torch.ones(local, HIDDEN, 4, dtype=BF16), torch.ones(local, 2, HIDDEN, dtype=BF16)
+    sums, counts = torch.full_like(x, 9).to("npu"), torch.zeros(local, dtype=torch.int32).to("npu")
+    library.dispatch_ffn_combine(
+        x.to("npu"), [first.to("npu")], [second.to("npu")], ids.to("npu"), [], [], [], [], weights.to("npu"), name, 64,
+        sums, counts,
+    )  # fmt: skip
+    row = x.float().sum(1, keepdim=True)
+    wanted = weights.sum(1, keepdim=True) * 2 * torch.nn.functional.silu(row) * row
+    assert torch.allclose(sums.cpu().float(), wanted.expand_as(x), rtol=0.05, atol=0.05)
+    assert shapes((sums, counts)) == shapes((x, torch.zeros(local, dtype=torch.int32)))
     dist.destroy_process_group()
 
 

@@ -249,7 +249,15 @@ SAMPLES: dict[str, Callable[[], Call]] = {
 SAMPLES |= ENGINE_SAMPLES
 if hasattr(torch.ops.npu, "_npu_moe_token_unpermute"):  # torch_npu from 2.13 on
     SAMPLES["npu::_npu_moe_token_unpermute"] = SAMPLES["npu::npu_moe_token_unpermute"]
-ELSEWHERE = ("fused_infer_attention_score", "transfer_", "moe_distribute", "swap_blocks", "npu_mm_")
+ELSEWHERE = (
+    "fused_infer_attention_score",
+    "transfer_",
+    "moe_distribute",
+    "swap_blocks",
+    "npu_mm_",
+    "dispatch_",
+    "matmul_allreduce",
+)
 
 
 def overload(name: str) -> Any:
