@@ -34,6 +34,7 @@ NAMES = [
     "is_compiled",
     "is_installed",
     "register_kernel",
+    "without_library",
 ]
 
 

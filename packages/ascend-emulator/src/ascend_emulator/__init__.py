@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+from ._engine_libraries import without_library
 from ._install import install, is_compiled, is_installed, register_kernel
 from .errors import (
     AlreadyLoadedError,
@@ -55,6 +56,7 @@ __all__ = [
     "is_compiled",
     "is_installed",
     "register_kernel",
+    "without_library",
 ]
 
 

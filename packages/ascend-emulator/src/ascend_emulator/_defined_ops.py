@@ -6,6 +6,9 @@ copy reads or writes later. Here each page is one non-blocking copy with the rul
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NoReturn
+
 import torch
 import torch_npu
 
@@ -14,7 +17,9 @@ from ._copies import copy_
 from ._fallback import _implement
 from ._operators import current_queue
 from ._runtime import PINNED, runtime
-from .kernels import transfer, transfer_state, vllm_blocks
+from ._schema import find_operator
+from .errors import OperatorNotEmulatedError
+from .kernels import ABSENT, transfer, transfer_state, vllm_blocks
 from .kernels.errors import DeviceFault
 from .kernels.rules import refuse
 
@@ -94,8 +99,17 @@ def _swap_blocks_batch(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, direct
         move_bytes(stream, target, source, count)
 
 
+def _absent(name: str) -> Callable[..., NoReturn]:
+    def refuse_call(*args: Any, **kwargs: Any) -> NoReturn:
+        raise OperatorNotEmulatedError(name, str(find_operator(name)._schema), "a kernel of the engine's own library")
+
+    return refuse_call
+
+
 def implement() -> None:
-    """Put these kernels in the place of the ones that `_fallback.register` made."""
+    """Put these kernels in the place of the ones that `_fallback.register` made, and name what has none."""
+    for name in ABSENT:
+        _implement(name, _absent(name), "CompositeExplicitAutograd")
     _implement(transfer.OP, _dim_exchange)
     _implement(transfer_state.OP_LOAD, _state_load)
     _implement(transfer_state.OP_BACKUP, _state_backup)

@@ -22,6 +22,7 @@ from . import (
     casts,
     causal_conv,
     chunk_delta,
+    engine_absent,
     fia_v1,
     fia_v2,
     fusion_attention,
@@ -106,6 +107,8 @@ REGISTRY: dict[str, Callable[..., Any]] = {
     name: kernel for module in _MODULES for name, kernel in module.KERNELS.items()
 }
 """Kernel of each op, by full name and overload as torch.ops spells them."""
+ABSENT = engine_absent.ABSENT
+"""Ops that are defined and have no kernel, and why."""
 UNDECLARED_WRITES: dict[str, tuple[str, ...]] = {
     name: arguments
     for module in (
@@ -125,6 +128,7 @@ UNDECLARED_WRITES: dict[str, tuple[str, ...]] = {
 """Arguments that an op writes on a device although its schema does not say so, by full name of the op."""
 
 __all__ = [
+    "ABSENT",
     "NOTES",
     "REGISTRY",
     "RULES",

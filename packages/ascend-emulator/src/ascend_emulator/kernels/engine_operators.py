@@ -25,7 +25,8 @@ registry. `python -m ascend_emulator.kernels.engine_calls sglang FOLDER` (or `vl
 installed engine's source and says what differs. Searched are the engines' whole packages but for SGLang's
 `multimodal_gen` and `test`; of the spaces `npu`, `atb`, `custom`, `batch_invariant_ops` and `_C_ascend`. What a kernel
 refuses is in [refusals.md](refusals.md). An operator without one raises `OperatorNotEmulatedError`, which says how to
-register one; those that torch_npu does not bring do not exist at all until their library defines them.
+register one. Those of sgl_kernel_npu and of vLLM-Ascend's extension are defined here ([engines.md](engines.md)); what
+no source is at hand for does not exist until its library defines it.
 
 """
 _COLUMNS = ("operator", *ENGINES, "purpose", "refusal")
