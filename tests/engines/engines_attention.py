@@ -74,19 +74,22 @@ class World:
                 self.store(self.slots(row, 0, length), *self.pair(length))
         self.backend = self._backend(step)
 
-    def _backend(self, step: int) -> Any:
+    def runner(self) -> Any:
+        """What an attention backend reads of SGLang's model runner."""
         config = SimpleNamespace(
             dtype=self.dtype, attention_arch=AttentionArch.MHA, context_len=CONTEXT, num_attention_heads=Q_HEADS,
             hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
         )  # fmt: skip
-        runner = SimpleNamespace(
+        return SimpleNamespace(
             device="npu", is_draft_worker=False, page_size=PAGE, model_config=config, kv_cache_dtype=self.dtype,
             req_to_token_pool=self.table, token_to_kv_pool=self.pool, token_to_kv_pool_allocator=None,
             use_mla_backend=False, dtype=self.dtype, is_hybrid_swa=False,
             server_args=SimpleNamespace(dllm_algorithm=None),
             spec_algorithm=SimpleNamespace(is_dspark=lambda: False),
         )  # fmt: skip
-        return ascend_backend.AscendAttnBackend(runner, step)
+
+    def _backend(self, step: int) -> Any:
+        return ascend_backend.AscendAttnBackend(self.runner(), step)
 
     def slots(self, row: int, start: int, stop: int) -> torch.Tensor:
         """Slots of a request's tokens. Shape: [stop - start]; int64."""
