@@ -3,8 +3,10 @@
 
 use kv_planner::{ErrorKind, PlanError, Value};
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
+use pyo3::PyClass;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyFloat, PyList, PyTuple};
+use pyo3::pyclass::boolean_struct::True;
+use pyo3::types::{PyBool, PyFloat, PyIterator, PyList, PyTuple};
 
 use crate::errors::{detached, guarded, to_python};
 use crate::views;
@@ -53,8 +55,26 @@ pub fn optional_count(name: &str, value: Option<&Bound<'_, PyAny>>) -> PyResult<
 
 /// A sequence of counts.
 pub fn counts(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
-    let items = value.try_iter().map_err(|_| refuse(name, "a sequence of integers", describe(value)))?;
-    items.map(|item| count(name, &item?)).collect()
+    sequence(name, "integers", value)?.map(|item| count(name, &item?)).collect()
+}
+
+/// Parts of the objects in a sequence, all of one class.
+pub fn instances<T, R>(name: &str, class: &str, value: &Bound<'_, PyAny>, take: impl Fn(&T) -> R) -> PyResult<Vec<R>>
+where
+    T: PyClass<Frozen = True> + Sync,
+{
+    let items = sequence(name, class, value)?;
+    let one = |(position, item): (usize, PyResult<Bound<'_, PyAny>>)| {
+        let item = item?;
+        let own = item.cast::<T>().map_err(|_| refuse_value(&format!("{name}[{position}]"), class, &item))?;
+        Ok(take(own.get()))
+    };
+    items.enumerate().map(one).collect()
+}
+
+/// The items of a sequence of `what`.
+pub fn sequence<'py>(name: &str, what: &str, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyIterator>> {
+    value.try_iter().map_err(|_| refuse(name, &format!("a sequence of {what}"), describe(value)))
 }
 
 /// A half-open range `(start, stop)`.

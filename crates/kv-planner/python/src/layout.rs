@@ -7,7 +7,7 @@ use kv_planner::{Axis, Component, ComponentSpec, DType, Describe, ItemKind, Mode
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple, PyType};
 
-use crate::arrays::{count, count_or, counts, optional_count, words};
+use crate::arrays::{count, count_or, counts, instances, optional_count, words};
 use crate::errors::{OrRaise, detached, guarded};
 
 /// A tuple of words.
@@ -197,7 +197,7 @@ impl PyModelLayout {
         format_version: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let specs: PyResult<Vec<ComponentSpec>> =
-            components.try_iter()?.map(|item| Ok(item?.cast::<PyComponentSpec>()?.get().0.clone())).collect();
+            instances("components", "ComponentSpec", components, |own: &PyComponentSpec| own.0.clone());
         let layout = ModelLayout {
             components: specs?,
             page_size: count("page_size", page_size)?,

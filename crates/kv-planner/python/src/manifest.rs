@@ -7,7 +7,7 @@ use kv_planner::{BufferEntry, Component, Deployment, Describe, Part, Placement, 
 use pyo3::prelude::*;
 use pyo3::types::{PyTuple, PyType};
 
-use crate::arrays::{count, count_or, range};
+use crate::arrays::{count, count_or, instances, range};
 use crate::errors::{OrRaise, detached, guarded};
 use crate::layout::PyModelLayout;
 
@@ -265,7 +265,7 @@ impl PyRankManifest {
         entries: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
         let entries: PyResult<Vec<BufferEntry>> =
-            entries.try_iter()?.map(|item| Ok(item?.cast::<PyBufferEntry>()?.get().0.clone())).collect();
+            instances("entries", "BufferEntry", entries, |own: &PyBufferEntry| own.0.clone());
         let (layout, placement, entries) = (layout.0.clone(), placement.0, entries?);
         Ok(PyRankManifest(Arc::new(detached(py, || RankManifest::new(layout, placement, entries))?)))
     }
@@ -333,7 +333,7 @@ impl PyDeployment {
     #[new]
     fn new(py: Python<'_>, manifests: &Bound<'_, PyAny>) -> PyResult<Self> {
         let manifests: PyResult<Vec<Arc<RankManifest>>> =
-            manifests.try_iter()?.map(|item| Ok(item?.cast::<PyRankManifest>()?.get().0.clone())).collect();
+            instances("manifests", "RankManifest", manifests, |own: &PyRankManifest| own.0.clone());
         let manifests = manifests?;
         Ok(PyDeployment(Arc::new(detached(py, || Deployment::new(manifests))?)))
     }

@@ -6,7 +6,7 @@ use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::arrays::{array, count, counts, refuse_value};
+use crate::arrays::{array, count, counts, refuse_value, sequence};
 use crate::errors::{OrRaise, guarded};
 use crate::layout::PyModelLayout;
 
@@ -46,7 +46,7 @@ pub fn name_pointers<'py>(
 
 fn names(argument: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<EntryName>> {
     let mut names = Vec::new();
-    for item in value.try_iter()? {
+    for item in sequence(argument, "names (component, part, layer id, occurrence)", value)? {
         let item = item?;
         let expected = "names (component, part, layer id, occurrence)";
         let (component, part, layer_id, occurrence): (String, String, u64, u64) =

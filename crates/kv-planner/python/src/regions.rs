@@ -5,7 +5,7 @@ use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::arrays::{array, count, count_or, optional_count, refuse_value};
+use crate::arrays::{array, count, count_or, optional_count, refuse_value, sequence};
 use crate::errors::guarded;
 
 /// Columns of starts and lengths.
@@ -41,7 +41,7 @@ impl PyRegions {
         max_regions: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let mut spans = Vec::new();
-        for item in buffers.try_iter()? {
+        for item in sequence("buffers", "pairs (address, bytes)", buffers)? {
             let item = item?;
             let pair: Bound<'_, PyTuple> =
                 item.extract().map_err(|_| refuse_value("buffers", "pairs (address, bytes)", &item))?;

@@ -4,7 +4,7 @@ use kv_planner::{Describe, StateBuffer, StateGroup, StateRoute};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 
-use crate::arrays::{array, count_or, counts, range, refuse_value};
+use crate::arrays::{array, count_or, counts, range, refuse_value, sequence};
 use crate::errors::{detached, guarded};
 use crate::lower::{PyBatch, wrap_batch};
 use crate::plan::PyRuns;
@@ -55,7 +55,8 @@ impl PyStateRoute {
             let (heads, bytes) = range("groups", &item?)?;
             Ok(StateGroup { heads, bytes })
         };
-        let groups: PyResult<Vec<StateGroup>> = groups.try_iter()?.map(group).collect();
+        let groups: PyResult<Vec<StateGroup>> =
+            sequence("groups", "pairs (heads, bytes)", groups)?.map(group).collect();
         let (groups, rows) = (groups?, count_or("rows", rows, 1)?);
         let (source, destination) = (range("source", source)?, range("destination", destination)?);
         Ok(PyStateRoute(guarded(|| StateRoute::new(&groups, rows, source, destination))?))

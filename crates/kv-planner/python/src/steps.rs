@@ -7,7 +7,7 @@ use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::arrays::{SHORT, array, count, count_or, fill as read_fill, over_indices};
+use crate::arrays::{SHORT, array, count, count_or, fill as read_fill, instances, over_indices};
 use crate::errors::{OrRaise, guarded};
 
 /// One input of a step: rows of equal width.
@@ -117,8 +117,7 @@ impl PyRowLayout {
     #[new]
     #[pyo3(signature = (fields, *, alignment=None), text_signature = "(fields, *, alignment=64)")]
     fn new(fields: &Bound<'_, PyAny>, alignment: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
-        let fields: PyResult<Vec<RowField>> =
-            fields.try_iter()?.map(|item| Ok(item?.cast::<PyRowField>()?.get().0.clone())).collect();
+        let fields: PyResult<Vec<RowField>> = instances("fields", "RowField", fields, |own: &PyRowField| own.0.clone());
         let (fields, alignment) = (fields?, count_or("alignment", alignment, 64)?);
         Ok(PyRowLayout(guarded(|| RowLayout::new(fields, alignment))?))
     }

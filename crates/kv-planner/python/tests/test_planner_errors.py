@@ -159,3 +159,22 @@ def test_foreign_json_is_a_named_error(text: str) -> None:
     assert text != WHOLE.to_json()
     with pytest.raises(kp.PlanError):
         kp.RankManifest.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: kp.ModelLayout(3, page_size=2, fingerprint="m"), "components: .*a sequence of ComponentSpec, got"),
+        (lambda: kp.ModelLayout([3], page_size=2, fingerprint="m"), r"components\[0\]: .* ComponentSpec, got int 3"),
+        (lambda: kp.RankManifest(LAYOUT, kp.Placement(), [WHOLE.entries[0], "key"]), r"entries\[1\]: .*got str 'key'"),
+        (lambda: kp.Deployment([LAYOUT]), r"manifests\[0\]: expected RankManifest"),
+        (lambda: kp.RowLayout([None]), r"fields\[0\]: expected RowField, got NoneType None"),
+        (lambda: kp.StateRoute(3, source=(0, 1), destination=(0, 1)), r"groups: expected a sequence of pairs"),
+        (lambda: kp.Regions(3), r"buffers: expected a sequence of pairs \(address, bytes\), got int 3"),
+        (lambda: kp.pair_names(3, []), r"source: expected a sequence of names"),
+        (lambda: kp.ComponentSpec("key", layer_ids=3, dtype="int8", total_heads=1, dims=1), "layer_ids: .*sequence"),
+    ],
+)  # fmt: skip
+def test_a_sequence_of_something_else_is_named_with_its_position(call: Callable[[], object], text: str) -> None:
+    with pytest.raises(kp.ArgumentError, match=text):
+        call()
