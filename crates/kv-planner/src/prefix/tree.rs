@@ -1,6 +1,7 @@
 //! Owns the nodes, their links and the lookup by tokens. It does not own the
 //! rules of inserting, evicting and locking, which are built from these steps.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap};
 use std::hash::{BuildHasher, BuildHasherDefault, Hasher, RandomState};
 
@@ -305,18 +306,18 @@ impl Tree {
 
     fn remove(&mut self, slot: u32) {
         let (key, twin, parent) = (self.node(slot).key, self.node(slot).twin, self.node(slot).parent);
-        let head = self.by_key[&key];
-        if head == slot {
-            match twin {
-                NONE => self.by_key.remove(&key),
-                twin => self.by_key.insert(key, twin),
-            };
-        } else {
-            let mut before = head;
-            while self.node(before).twin != slot {
-                before = self.node(before).twin;
+        if let Entry::Occupied(mut head) = self.by_key.entry(key) {
+            if *head.get() != slot {
+                let mut before = *head.get();
+                while self.nodes[before as usize].twin != slot {
+                    before = self.nodes[before as usize].twin;
+                }
+                self.nodes[before as usize].twin = twin;
+            } else if twin == NONE {
+                head.remove();
+            } else {
+                head.insert(twin);
             }
-            self.nodes[before as usize].twin = twin;
         }
         self.live -= 1;
         self.recycle(slot);
