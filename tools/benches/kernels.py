@@ -1,13 +1,19 @@
 """Bench of spec-kernels on a CPU: launches and host time of the prepare steps, attention beside torch's own.
 
-The references are written here: the fill statement by statement, as a plain engine runs it, and torch's
+The references are written here: each step statement by statement, as a plain engine runs it, and torch's
 scaled_dot_product_attention over gathered KV. On a CPU a launch costs little, so the times show what the checks cost;
-what a device saves is the count of launches.
+what a device saves is the count of launches, which Triton's interpreter tells for the kernels. Device allocations are
+those of torch_npu's allocator on the emulated NPU.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"  # kernels are counted, never timed
 
 import kv_planner as kp
 import spec_kernels as sk
@@ -35,6 +41,37 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         hit = [v for v in writes if isinstance(v, torch.Tensor) and v.untyped_storage().data_ptr() in self.storages]
         self.count += bool(hit)
         return func(*args, **(kwargs or {}))
+
+
+class Statements(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operators that compute: neither views nor allocations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run, and count."""
+        views = any(one.alias_info and not one.alias_info.is_write for one in func._schema.returns)
+        self.count += not views and "empty" not in func._schema.name
+        return func(*args, **(kwargs or {}))
+
+
+def kernel_launches(work: Callable[[], Any]) -> int:
+    """Triton kernels that an op starts."""
+    from triton.runtime.interpreter import GridExecutor  # type: ignore[import-untyped]
+
+    run, count = GridExecutor.__call__, 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return run(*args, **kwargs)
+
+    GridExecutor.__call__ = counted
+    try:
+        work()
+    finally:
+        GridExecutor.__call__ = run
+    return count
 
 
 def batch(raw_bs: int) -> sk.DraftExtendBatch:
@@ -103,12 +140,7 @@ def prepare(bench: Bench) -> None:
     )
     bench.near("draft-extend fill, the op: host time, beside the statements alone", op, plain, at_most=8, unit="µs")
     table, rows, starts = torch.randint(1, 9000, (256, 4096)), torch.arange(ROWS), torch.randint(0, 4000, (ROWS,))
-    out, positions = torch.empty(ROWS * WIDTH, dtype=torch.int64), torch.empty(ROWS * WIDTH, dtype=torch.int64)
-
-    def locs() -> None:
-        sk.uniform_cache_locs(table, rows, starts, width=WIDTH, out=out, positions_out=positions)
-
-    bench.within("cache locations of a verify step, 64 requests: host time", locs, at_most=1000, unit="µs")
+    steps(bench, table, rows, starts)
     layout_of = sk.build_chain_tree(starts, width=WIDTH)
     tokens = torch.randint(0, 3, (ROWS, WIDTH))
 
@@ -116,6 +148,94 @@ def prepare(bench: Bench) -> None:
         sk.verify_tree_greedy(tokens, tokens, layout_of.next_token, layout_of.next_sibling, depth=WIDTH)
 
     bench.within("greedy tree verification, 64 requests of 4: host time", verify, at_most=3000, unit="µs")
+
+
+def steps(bench: Bench, table: torch.Tensor, rows: torch.Tensor, lens: torch.Tensor) -> None:
+    """Launches of the other steps as Triton kernels, and host time of the ops, beside the statements of an engine."""
+    predict, accept_lens = torch.randint(0, 900, (ROWS * WIDTH,)), torch.randint(1, WIDTH + 1, (ROWS,))
+    index = torch.arange(ROWS * WIDTH).view(ROWS, WIDTH)
+    block_table = torch.zeros(ROWS, 4096 // PAGE, dtype=torch.int32)
+    out, positions = torch.empty(ROWS * WIDTH, dtype=torch.int64), torch.empty(ROWS * WIDTH, dtype=torch.int64)
+
+    def commit(**on: Any) -> Any:
+        return sk.verify_commit_outputs(predict, index, accept_lens, lens, width=WIDTH, track_interval=64, **on)
+
+    def plain_commit() -> None:
+        new = lens + accept_lens
+        last = index.gather(1, (accept_lens - 1).unsqueeze(1)).squeeze(1)
+        predict.index_select(0, last)
+        first = torch.arange(0, ROWS * WIDTH, WIDTH)
+        step = last - first
+        torch.where(new // 64 != lens // 64, step, -1)
+        first + (accept_lens - 1)
+
+    def locs(**on: Any) -> Any:
+        return sk.uniform_cache_locs(table, rows, lens, width=WIDTH, out=out, positions_out=positions, **on)
+
+    def plain_locs() -> None:
+        at = lens.unsqueeze(1) + torch.arange(WIDTH)
+        out.copy_(table[rows.unsqueeze(1), at].flatten())
+        positions.copy_(at.flatten())
+
+    def pages(**on: Any) -> Any:
+        return sk.fill_block_table(block_table, table, rows, lens, page_size=PAGE, **on)
+
+    def plain_pages() -> None:
+        first = torch.arange(0, 4096, PAGE)
+        found = table[rows][:, first] // PAGE
+        block_table.copy_(torch.where(first < lens.unsqueeze(1), found, 0))
+
+    for name, ours, theirs in (
+        ("verify-commit outputs", commit, plain_commit),
+        ("cache locations of a verify step", locs, plain_locs),
+        ("block table", pages, plain_pages),
+    ):
+        with Statements() as statements:  # type: ignore[no-untyped-call]
+            theirs()
+        launches = kernel_launches(lambda ours=ours: ours(backend="triton"))  # type: ignore[misc]
+        bench.record(
+            f"{name}, as a kernel: launches, beside the statements", [float(launches)], "launches",
+            references=[float(statements.count)], kind="value/reference", op="<=", target=0.5,
+        )  # fmt: skip
+        # A handful of statements on 64 numbers: what is left to measure is the checks and torch's custom operators.
+        bench.near(f"{name}: host time, beside the statements alone", ours, theirs, at_most=16, unit="µs")
+
+
+def allocations(bench: Bench) -> None:
+    """What 100 calls take from the device once their outputs are given; the last part, as it brings up the device."""
+    import ascend_emulator
+
+    ascend_emulator.install()
+    import torch_npu  # noqa: F401
+
+    def on_device(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to("npu:0")
+
+    layout = kp.RowLayout([kp.RowField(**field) for field in sk.draft_extend_fields(ROWS, WIDTH, ranks=8)])
+    plan = sk.DraftExtendPlan(layout, "npu:0", hidden_states=on_device(torch.zeros(ROWS * WIDTH, HIDDEN)))
+    given = batch(ROWS - 3)
+    assert given.hidden_states is not None
+    planned = replace(given, hidden_states=on_device(given.hidden_states))
+    table, rows = on_device(torch.randint(1, 9000, (256, 4096))), on_device(torch.arange(ROWS))
+    out, positions = (on_device(torch.empty(ROWS * WIDTH, dtype=torch.int64)) for _ in range(2))
+    works: dict[str, Callable[[], Any]] = {
+        "draft-extend fill, planned": lambda: plan.fill(planned, bs=ROWS, width=WIDTH, seq_len_fill=0),
+        "cache locations of a verify step": lambda: sk.uniform_cache_locs(
+            table, rows, rows, width=WIDTH, out=out, positions_out=positions
+        ),
+    }
+    for name, work in works.items():
+        work()
+        work()
+        torch.npu.synchronize()  # type: ignore[attr-defined]
+        before = torch.npu.memory_stats()["segment.all.allocated"]  # type: ignore[attr-defined]
+        for _ in range(100):
+            work()
+        torch.npu.synchronize()  # type: ignore[attr-defined]
+        taken = torch.npu.memory_stats()["segment.all.allocated"] - before  # type: ignore[attr-defined]
+        bench.record(
+            f"{name}: device allocations over 100 calls", [float(taken)], "allocations", op="<=", target=0
+        )  # fmt: skip
 
 
 def attention(bench: Bench) -> None:
@@ -151,6 +271,7 @@ def main() -> None:
     bench = Bench("kernels")
     prepare(bench)
     attention(bench)
+    allocations(bench)
     bench.finish()
 
 
