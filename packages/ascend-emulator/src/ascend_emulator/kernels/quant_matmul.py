@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from .errors import KernelNotCovered
+from .quant_matmul_mx import is_microscaling, mx_product
 from .quant_params import unpacked_int4, unpacked_scale
 from .quantising import dtype_of, to_integer
 from .rules import declare, note, online, refuse
@@ -44,7 +45,7 @@ declare(
 )
 note(
     "npu_quant_matmul",
-    "scales and offsets of 2 axes, group_sizes, y_scale, the forms of a 950 (float8, float4, microscaling)",
+    "scales and offsets of 2 axes, y_scale, the forms of a 950 but for microscaling",
     _QUANT_DOC,
     "not computed: `KernelNotCovered`: " + _TEST,
 )
@@ -145,7 +146,7 @@ def npu_quant_matmul(
         pertoken_scale: None, or Shape: [m]; float32.
         bias: None, or Shape: [n] or [batch, 1, n]; int32 is added before scaling, floats after.
         output_dtype: number of int8 (None too), float16, bfloat16 or int32 (no scaling).
-        x1_dtype: None.
+        x1_dtype: None; these five are for microscaling, see ``quant_matmul_mx``.
         x2_dtype: None.
         pertoken_scale_dtype: None.
         scale_dtype: None.
@@ -161,6 +162,10 @@ def npu_quant_matmul(
     Source:
         op-plugin, torch_npu-npu_quant_matmul.md.
     """
+    if y_scale is None and is_microscaling(scale_dtype, pertoken_scale_dtype):
+        numbers = x1_dtype, x2_dtype, scale_dtype, pertoken_scale_dtype
+        dtype = dtype_of(OP_QUANT, "output_dtype", output_dtype, torch.int8)
+        return mx_product((x1, x2), (scale, pertoken_scale), numbers, (offset, bias, group_sizes, dtype))
     given = {"x1_dtype": x1_dtype, "x2_dtype": x2_dtype, "group_sizes": group_sizes, "y_scale": y_scale}
     given |= {"pertoken_scale_dtype": pertoken_scale_dtype, "scale_dtype": scale_dtype}
     for name, value in given.items():

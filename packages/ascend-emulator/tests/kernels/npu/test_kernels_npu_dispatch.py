@@ -132,12 +132,19 @@ def test_results_have_the_shapes_of_the_meta_kernels(name: str, arguments: list[
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
+PAIRS = torch.full((1, 1, 2), 127, dtype=torch.uint8)
 WORDS = torch.zeros(8, 1, dtype=torch.int32)
 HALF, BYTES = torch.ones(2, 8).half(), torch.ones(1, 2, 3, 8, dtype=torch.int8)
 FORMS: list[tuple[str, list[Any], dict[str, Any]]] = [
     ("quant_matmul", [WORDS[:3], WORDS, torch.ones(8)], {"output_dtype": 5}),
     ("quant_matmul", [WORDS[:3], WORDS.T, torch.ones(8)], {"output_dtype": 5}),
     ("quant_matmul", [BYTES[0, 0], BYTES[0, 0].T, torch.ones(3).long()], {"output_dtype": 5}),
+    (
+        "quant_matmul",
+        [torch.ones(3, 64).to(torch.float8_e4m3fn), torch.ones(64, 5).to(torch.float8_e4m3fn), PAIRS.expand(1, 5, 2)],
+        {"pertoken_scale": PAIRS.expand(3, 1, 2), "output_dtype": 15, "group_sizes": [1, 1, 32]}
+        | {"scale_dtype": 293, "pertoken_scale_dtype": 293},
+    ),
     ("weight_quant_batchmatmul", [HALF, WORDS, torch.ones(8).half()], {}),
     ("grouped_matmul", [[HALF], [WORDS]], {"antiquant_scale": [torch.ones(8).half()], "group_type": -1}),
     ("dynamic_quant", [HALF], {"dst_type": 16}),
