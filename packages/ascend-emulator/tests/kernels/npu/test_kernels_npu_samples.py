@@ -134,6 +134,10 @@ SAMPLES: dict[str, Callable[[], Call]] = {
         {"x1_scale": torch.ones(2), "x2_scale": torch.ones(128), "perm_x1": [1, 0, 2], "perm_x2": [0, 1, 2],
          "perm_y": [1, 0, 2]},
     ),
+    "npu::npu_dual_level_quant_matmul": lambda: (
+        [torch.ones(2, 32, dtype=torch.uint8), torch.ones(3, 32, dtype=torch.uint8), torch.ones(2, 1),
+         torch.ones(1, 3), *(torch.full((n, 1, 2), 127, dtype=torch.uint8) for n in (2, 3))], {},
+    ),
     "npu::npu_kronecker_quant": lambda: ([r(2, 3, 16), r(3, 3), r(16, 16), 0.8], {}),
     "npu::npu_sign_bits_unpack": lambda: ([torch.tensor([5, 255], dtype=torch.uint8), 2, F], {}),
     "npu::npu_moe_init_routing_quant": lambda: (
