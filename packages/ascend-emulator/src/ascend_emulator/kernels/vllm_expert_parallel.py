@@ -2,8 +2,8 @@
 
 This module owns the ops' definitions (torch_npu has none), their refusals, and the way of a row: to the rank of its
 expert, through two products, back to its token. Groups and their names are in ``expert_groups.py``. Quantised rows have
-a scale each, products of int8 are exact, everything else is float32 and rounded to the dtype of ``x`` once a row. Long
-because the two ops over experts have thirty arguments, and one way of a row.
+a scale each, products of int8 are exact, everything else is float32 and rounded to the dtype of ``x`` once a row.
+Long because the two ops over experts have thirty arguments, and one way of a row.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ def _experts(
         return _Experts(first, second, None, None, limit)
     plain: list[list[torch.Tensor]] = []
     dtypes = (torch.int64,) if op == OP_FUSED else (torch.float32, torch.bfloat16)
-    for group, columns in zip(scales, (wide, x.size(1)), strict=True):
-        parts = _parts(group, 1)
+    for given, columns in zip(scales, (wide, x.size(1)), strict=True):
+        parts = _parts(given, 1)
         for scale in parts:
             if scale.dtype not in dtypes or tuple(scale.shape) != (columns,):
                 refuse(op, "fused-scale", "scale", f"{scale.dtype}, shape {tuple(scale.shape)}, wanted ({columns},)")
