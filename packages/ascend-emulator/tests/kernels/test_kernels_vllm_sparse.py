@@ -7,9 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ascend_emulator
 import pytest
 import torch
+import torch_npu
 from ascend_emulator.kernels import REGISTRY, RULES, KernelNotCovered, vllm_sparse
+from emulator_engine_samples import ENGINE_SAMPLES
 
 INDEXER, QUANT_INDEXER, ATTENTION, QUANT_ATTENTION, PRODUCT = vllm_sparse.KERNELS
 H, INT32 = torch.float16, torch.int32
@@ -211,3 +214,22 @@ def test_every_rule_has_a_call_that_breaks_it() -> None:
 def test_what_is_not_computed_says_so(op: str, call: dict[str, Any]) -> None:
     with pytest.raises(KernelNotCovered, match=op):
         REGISTRY[op](**call)
+
+
+@pytest.mark.parametrize("op", [INDEXER, QUANT_INDEXER, ATTENTION, QUANT_ATTENTION])
+def test_pages_that_no_table_names_may_be_filled_meanwhile(op: str) -> None:
+    arguments, options = ENGINE_SAMPLES[op]()
+    options["block_table"] = torch.tensor([[1, 2], [3, 0]], dtype=INT32).to("npu")
+    options["actual_seq_lengths_key" if "indexer" in op else "actual_seq_lengths_kv"] = torch.tensor(
+        [16, 7], dtype=INT32
+    )
+    arguments = [x.to("npu") if isinstance(x, torch.Tensor) else x for x in arguments]
+    options = {name: x.to("npu") if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    torch_npu.npu.synchronize()
+    call = getattr(torch.ops._C_ascend, op.partition("::")[2])
+    call(*arguments, **options)
+    with torch_npu.npu.stream(torch_npu.npu.Stream()):
+        arguments[1][2].fill_(1)
+        with pytest.raises(ascend_emulator.RaceError):
+            arguments[1][3].fill_(1)
+    torch_npu.npu.synchronize()

@@ -200,6 +200,14 @@ REFINED: dict[str, Refine] = {
     "npu::npu_sparse_flash_attention": _paged(("key", "value", "key_rope"), "block_table", "actual_seq_lengths_kv"),
     "npu::npu_fused_infer_attention_score": _fused_attention("actual_seq_lengths_kv"),
     "npu::npu_fused_infer_attention_score_v2": _fused_attention("actual_seq_kvlen"),
+    "_C_ascend::npu_lightning_indexer": _paged(("key",), "block_table", "actual_seq_lengths_key"),
+    "_C_ascend::npu_lightning_indexer_quant": _paged(
+        ("key", "key_dequant_scale"), "block_table", "actual_seq_lengths_key"
+    ),
+    "_C_ascend::npu_sparse_flash_attention": _paged(
+        ("key", "value", "key_rope"), "block_table", "actual_seq_lengths_kv"
+    ),
+    "_C_ascend::npu_kv_quant_sparse_flash_attention": _paged(("key", "value"), "block_table", "actual_seq_lengths_kv"),
     "npu::npu_kv_rmsnorm_rope_cache": _rope_cache,
     "npu::npu_kv_rmsnorm_rope_cache_v2": _rope_cache,
 }
