@@ -1,7 +1,7 @@
 """SGLang's NPU runners of drafts over its graph backend: which lengths they bind to which step, against ours.
 
-Their own methods run here, `_replay_graph` and the multi-step attention backend, over graphs of one attention layer. What
-is left out is their parents' construction and `execute`, which need a loaded draft model and a server's configuration.
+Their own methods run here, `_replay_graph` and the multi-step attention backend, over graphs of one attention layer.
+What is left out is their parents' construction and `execute`, which need a loaded draft model and a server's options.
 """
 
 from __future__ import annotations
@@ -129,9 +129,12 @@ def test_draft_steps(rows: int) -> None:
     runner._init_arch_map()
     updates: list[Any] = []
     replay = drafts.graphs.replay_with_input_update
-    drafts.graphs.replay_with_input_update = lambda *args, **more: (
-        updates.append(more["cpu_update_input"]), replay(*args, **more)
-    )[1]  # fmt: skip
+
+    def heard(*args: Any, **more: Any) -> Any:
+        updates.append(more["cpu_update_input"])
+        return replay(*args, **more)
+
+    drafts.graphs.replay_with_input_update = heard
     for _ in range(2):
         base = list(world.lengths[:rows])
         expected = drafts.load(rows, base)

@@ -18,3 +18,6 @@ with warnings.catch_warnings():
     importlib.import_module("vllm_ascend.ops.fused_moe.experts_selector")
     importlib.import_module("vllm_ascend.compilation.acl_graph")
     importlib.import_module("vllm_ascend.worker.block_table")
+    importlib.import_module("vllm_ascend.attention.attention_v1")
+    importlib.import_module("vllm_ascend.sample.rejection_sampler")
+    importlib.import_module("vllm_ascend.spec_decode.llm_base_proposer")
