@@ -141,7 +141,10 @@ class AttentionPlace(Place):
 @pytest.fixture(params=PLACES, ids=lambda place: f"{place[1]}-{place[0]}")
 def attention_place(request: pytest.FixtureRequest) -> AttentionPlace:
     """Attention on every backend that this machine has."""
-    return AttentionPlace(*request.param)
+    device, backend = request.param
+    if device == "cpu":
+        return AttentionPlace(device, backend)
+    return AttentionPlace(device, backend, dtypes=(torch.float32, torch.float16, torch.bfloat16))
 
 
 @pytest.fixture(params=[backend for device, backend in PLACES if device == "cpu"])

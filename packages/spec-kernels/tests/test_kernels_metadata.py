@@ -52,6 +52,15 @@ def test_full_context_ends_at_the_table() -> None:
         sk.build_paged_metadata(pages, [1], [80_000], page_size=128, columns=624)
 
 
+def test_running_sums_become_lengths() -> None:
+    """[0, 5, 5, 9] without its first: lengths 5, 0, 4 and back; cumulative KV lengths are never taken for lengths."""
+    assert sk.lengths_from_ends("cu_seqlens", [5, 5, 9]) == [5, 0, 4] and sk.lengths_from_ends("ends", []) == []
+    built = sk.build_paged_metadata([[1, 2], [], [3]], [5, 1, 4], [5, 0, 4], page_size=4)
+    assert built.q_ends == [5, 6, 10] and sk.lengths_from_ends("q", built.q_ends) == built.q_lens
+    with pytest.raises(sk.LengthError, match=r"cu_seqlens\[2\].*at least 5"):
+        sk.lengths_from_ends("cu_seqlens", [0, 5, 4])
+
+
 def test_an_idle_rank() -> None:
     built = sk.build_paged_metadata([], [], [], page_size=4, rows=2, columns=3, pad_q_len=4)
     assert built.block_table.tolist() == [[0] * 3] * 2

@@ -42,6 +42,7 @@ from spec_kernels.errors import (
     UnknownOp,
     UnsupportedByOp,
 )
+from spec_kernels.exact_mask import exact_length_mask
 from spec_kernels.kv_writes import write_kv
 from spec_kernels.moe import ExpertLayout, MoeResult, expert_parallel_moe, fused_moe_reason
 from spec_kernels.paged_metadata import (
@@ -49,7 +50,7 @@ from spec_kernels.paged_metadata import (
     build_paged_metadata,
     check_kv_lens,
     draft_step_metadata,
-    exact_length_mask,
+    lengths_from_ends,
 )
 from spec_kernels.rolling import causal_conv1d_update, keep_states
 from spec_kernels.sampling import ChainSample, sample_chain, sample_tree
@@ -155,6 +156,7 @@ __all__ = [
     "full_tree_mask",
     "fused_moe_reason",
     "keep_states",
+    "lengths_from_ends",
     "move_kv",
     "native",
     "ops",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,8 +23,9 @@ __all__ = [
     "build_paged_metadata",
     "check_kv_lens",
     "draft_step_metadata",
-    "exact_length_mask",
     "host_lengths",
+    "lengths_from_ends",
+    "whole",
 ]
 
 IntList: TypeAlias = "Sequence[int] | npt.NDArray[Any] | torch.Tensor"
@@ -56,46 +57,30 @@ class PagedAttentionMetadata:
         return list(accumulate(self.q_lens))
 
 
-def exact_length_mask(
-    kv_lens: torch.Tensor, *, q_len: int, columns: int, page_size: int, window: int | None = None
-) -> torch.Tensor:
-    """Hide what lies past lengths that only the device knows, and past each query token's own position.
+def lengths_from_ends(name: str, ends: IntList) -> list[int]:
+    """Turn running sums, one a request, into the length of each: `[5, 5, 9]` gives `[5, 0, 4]`.
 
-    For steps that are prepared before the step before them has ended: the host then knows upper bounds of the lengths,
-    and passes those as `PagedAttentionMetadata.kv_lens`. Reads no value on the host, so it may be captured.
+    Metadata holds lengths of each request. Operators and engines that count otherwise say so here, by name.
 
     Args:
-        kv_lens: KV tokens of each request, this step's included; below `q_len` only in padded rows. Shape: [rows];
-            dtype int64 or int32. Never mutated.
-        q_len: Query tokens of each request, the last ones of its KV tokens.
-        columns: Columns of the block table.
-        page_size: Tokens in a page.
-        window: Tokens that a query token sees, itself included; None for all before it.
-
-    Returns:
-        Shape: [rows, q_len, columns * page_size]; dtype bool; True hides.
+        name: What the sums are called, for an error.
+        ends: One past each request's last token, host integers. Never mutated.
 
     Raises:
-        DtypeError: Lengths are not integers of one axis.
-        MetadataError: A size is no whole number in its range.
+        DtypeError, MetadataError: See `host_lengths`.
+        LengthError: They fall.
     """
-    for name, number, least in (("q_len", q_len, 1), ("columns", columns, 1), ("page_size", page_size, 1)):
-        _whole(name, number, least=least)
-    if kv_lens.ndim != 1 or kv_lens.dtype not in (torch.int32, torch.int64):
-        raise DtypeError(
-            "kv_lens",
-            given=f"{kv_lens.dtype} of shape {tuple(kv_lens.shape)}",
-            expected="int32 or int64 of shape [rows]",
-            consequence="lengths would be misread",
-            remedy="pass the device's lengths, one a request",
-        )
-    last = (kv_lens - q_len).unsqueeze(1) + torch.arange(q_len, device=kv_lens.device)
-    place = torch.arange(columns * page_size, device=kv_lens.device)
-    hidden = place > last.unsqueeze(2)
-    if window is None:
-        return hidden
-    _whole("window", window, least=1)
-    return hidden | (place <= last.unsqueeze(2) - window)
+    sums = host_lengths(name, ends)
+    for index in range(1, len(sums)):
+        if sums[index] < sums[index - 1]:
+            raise LengthError(
+                f"{name}[{index}]",
+                given=sums[index],
+                expected=f"at least {sums[index - 1]}, the sum before it",
+                consequence="a request would have a negative length",
+                remedy="pass running sums, or lengths of each request where they are wanted",
+            )
+    return [end - start for start, end in pairwise([0, *sums])]
 
 
 def build_paged_metadata(
@@ -137,10 +122,10 @@ def build_paged_metadata(
         IndexWidthError: A page id does not fit int32.
         DtypeError: Ids or lengths are not integers, or a device table is not int32.
     """
-    _whole("page_size", page_size, least=1)
+    whole("page_size", page_size, least=1)
     for name, number in (("rows", rows), ("columns", columns), ("pad_q_len", pad_q_len)):
         if number is not None:
-            _whole(name, number, least=0)
+            whole(name, number, least=0)
     queries, lengths = host_lengths("q_lens", q_lens), host_lengths("kv_lens", kv_lens)
     if isinstance(pages, (np.ndarray, torch.Tensor)) and pages.ndim != 2:
         raise _not_a_list("pages", tuple(pages.shape), "one row a request (two axes)")
@@ -208,8 +193,8 @@ def draft_step_metadata(
 
     Source: contracts.md §A-08; field_faults C10, E13.
     """
-    _whole("steps", steps, least=1)
-    _whole("page_size", page_size, least=1)
+    whole("steps", steps, least=1)
+    whole("page_size", page_size, least=1)
     lens = host_lengths("committed_lens", list(committed_lens))
     for index, length in enumerate(lens):
         _check_capacity(f"committed_lens[{index}]", length + steps if length else 0, block_table.shape[1], page_size)
@@ -354,7 +339,8 @@ def _host_table(
     return table, [row.size for row in lists]
 
 
-def _whole(name: str, value: object, *, least: int) -> None:
+def whole(name: str, value: object, *, least: int) -> None:
+    """Refuse what is no whole number of at least `least`, with MetadataError."""
     try:
         number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:

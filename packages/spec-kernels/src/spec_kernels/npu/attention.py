@@ -15,8 +15,9 @@ import torch_npu
 from spec_kernels.attention_checks import AttentionExtras, CacheSizes
 from spec_kernels.capabilities import detect
 from spec_kernels.errors import CaptureError, UnsupportedByOp
+from spec_kernels.exact_mask import exact_length_mask
 from spec_kernels.fia_rules import FiaPlan, FiaShape, plan_fia
-from spec_kernels.paged_metadata import PagedAttentionMetadata, exact_length_mask
+from spec_kernels.paged_metadata import PagedAttentionMetadata
 
 __all__ = ["run", "run_ragged"]
 
