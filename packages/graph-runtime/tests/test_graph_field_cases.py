@@ -178,6 +178,29 @@ def test_e08_an_idle_step_writes_to_nobodys_page() -> None:
     refutes(check, lambda runner: runner._graphs[4].graph.replay())  # a dummy run that skips input preparation
 
 
+def test_verify_lengths_do_not_accumulate() -> None:
+    """§3.3, aliasing: metadata that adds the window to the runner's own buffer adds it again where nobody refreshes."""
+    buffers = StaticBuffers(RowLayout([RowField("seq_lens", "int64", rows=2)]), get_device("cpu"))
+
+    def ours(lens: list[int]) -> list[int]:
+        buffers.load(2, {"seq_lens": lens})
+        found: list[int] = (buffers.view("seq_lens") + 3).tolist()
+        return found
+
+    kept = torch.tensor([8, 5])
+
+    def naive(lens: list[int]) -> list[int]:
+        kept.add_(3)
+        found: list[int] = kept.tolist()
+        return found
+
+    def check(verify: Callable[[list[int]], list[int]]) -> None:
+        assert [verify([8, 5]) for _ in range(3)] == [[11, 8]] * 3
+
+    check(ours)
+    refutes(check, naive)
+
+
 def test_e15_a_job_runs_on_the_callers_device() -> None:
     current = threading.local()
 
