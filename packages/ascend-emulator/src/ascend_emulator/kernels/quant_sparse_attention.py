@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from .errors import DeviceFault, KernelNotCovered
-from .fia_requests import Request
+from .errors import KernelNotCovered
 from .pose import Scope
 from .rules import declare, holds, note, online, refuse
-from .sparse_requests import MAX_TOKENS, SparseCall, check, check_written, key_rows, query_rows, requests
+from .sparse_requests import MAX_TOKENS, SparseCall, check, check_written, chosen, key_rows, query_rows, requests
 
 OP = "npu::npu_kv_quant_sparse_flash_attention"
 TEST = "test_kernels_quant_sparse.py"
@@ -107,16 +106,6 @@ def _check(
         refuse(OP, "qsfa-block", "sparse_block_size", size)
     if holds("qsfa-block-950") and size != 1:
         refuse(OP, "qsfa-block-950", "sparse_block_size", size)
-
-
-def _chosen(indices: torch.Tensor, size: int, seen: int, request: Request) -> torch.Tensor:
-    """Positions that one row of indices names, of those that the token sees. Shape: [n]; int64."""
-    blocks = indices[indices >= 0].long()
-    if blocks.numel() and int(blocks.max()) * size >= request.kv_len:
-        detail = f"sparse_indices name block {int(blocks.max())} of request {request.row}"
-        raise DeviceFault(OP, f"{detail}, which has {request.kv_len} keys")
-    tokens = (blocks.unsqueeze(-1) * size + torch.arange(size)).flatten()
-    return tokens[tokens < seen]
 
 
 def _dequantise(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -213,7 +202,7 @@ def npu_kv_quant_sparse_flash_attention(
             seen = request.kv_len
             if sparse_mode == 3:
                 seen = max(0, request.kv_len - request.q_len + i + 1)
-            tokens = _chosen(parts[1][i, 0], sparse_block_size, min(seen, request.kv_len), request)
+            tokens = chosen(OP, parts[1][i, 0], sparse_block_size, min(seen, request.kv_len), request)
             if not tokens.numel():
                 continue
             picked = rows[tokens]

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from .errors import DeviceFault, KernelNotCovered
-from .fia_requests import Request
+from .errors import KernelNotCovered
 from .pose import Scope
 from .rules import declare, holds, note, online, refuse
-from .sparse_requests import MAX_TOKENS, TEST, SparseCall, check, check_written, key_rows, query_rows, requests
+from .sparse_requests import MAX_TOKENS, TEST, SparseCall, check, check_written, chosen, key_rows, query_rows, requests
 
 OP = "npu::npu_sparse_flash_attention"
 _NAME = "npu_sparse_flash_attention"
@@ -105,18 +104,6 @@ def _check_own(
         refuse(OP, "sfa-block-950", "sparse_block_size", size)
 
 
-def _chosen(indices: torch.Tensor, size: int, seen: int, request: Request) -> torch.Tensor:
-    """Positions that one row of indices names, of those that the token sees. Shape: [n] int64."""
-    blocks = indices[indices >= 0].long()
-    tokens = (blocks.unsqueeze(-1) * size + torch.arange(size)).flatten()
-    if blocks.numel() and int(blocks.max()) * size >= request.kv_len:
-        detail = (
-            f"sparse_indices name block {int(blocks.max())} of request {request.row}, which has {request.kv_len} keys"
-        )
-        raise DeviceFault(OP, detail)
-    return tokens[tokens < seen]
-
-
 def npu_sparse_flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -195,7 +182,7 @@ def npu_sparse_flash_attention(
             seen = request.kv_len
             if sparse_mode == 3:
                 seen = max(0, request.kv_len - request.q_len + i + 1)
-            tokens = _chosen(parts[2][i, 0], sparse_block_size, min(seen, request.kv_len), request)
+            tokens = chosen(OP, parts[2][i, 0], sparse_block_size, min(seen, request.kv_len), request)
             if not tokens.numel():
                 continue
             picked = {name: part[tokens] for name, part in rows.items()}

@@ -234,3 +234,27 @@ def check_written(call: SparseCall, name: str, rows: torch.Tensor, request: Requ
     layer = layer_of(call.keys[name])
     detail = f"attention reads {name}{place(layer)} where it was never written: request {request.row}, "
     raise DeviceFault(call.op, f"{detail}{int(bad.sum())} such tokens", layer=layer)
+
+
+def chosen(op: str, indices: torch.Tensor, size: int, seen: int, request: Request) -> torch.Tensor:
+    """Positions that one row of sparse indices names, of those that the token sees.
+
+    Args:
+        op: full op name.
+        indices: blocks of ``size`` tokens; negative ones name none. Shape: [n]; int32.
+        size: tokens an index names.
+        seen: the token sees those before this one.
+        request: the request.
+
+    Returns:
+        Shape: [tokens]; int64.
+
+    Raises:
+        DeviceFault: a block past the request's keys.
+    """
+    blocks = indices[indices >= 0].long()
+    if blocks.numel() and int(blocks.max()) * size >= request.kv_len:
+        detail = f"sparse_indices name block {int(blocks.max())} of request {request.row}"
+        raise DeviceFault(op, f"{detail}, which has {request.kv_len} keys")
+    tokens = (blocks.unsqueeze(-1) * size + torch.arange(size)).flatten()
+    return tokens[tokens < seen]
