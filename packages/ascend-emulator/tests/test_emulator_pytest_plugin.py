@@ -6,6 +6,7 @@ import pytest
 from ascend_emulator._build import cache_root
 
 pytest_plugins = ["pytester"]
+pytestmark = pytest.mark.timeout(600)  # each starts a process that imports torch_npu, slow on a busy machine
 CACHE = cache_root().parent  # pytester has a home of its own, where everything would be built again
 
 
