@@ -13,6 +13,7 @@ import pytest
 import spec_kernels as sk
 import torch
 from spec_kernels import tiling
+from spec_kernels.dispatch import load
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which happens when its backend is loaded
@@ -145,6 +146,20 @@ def attention_place(request: pytest.FixtureRequest) -> AttentionPlace:
     if device == "cpu":
         return AttentionPlace(device, backend)
     return AttentionPlace(device, backend, dtypes=(torch.float32, torch.float16, torch.bfloat16))
+
+
+@pytest.fixture
+def opcheck() -> Callable[[Any, tuple[Any, ...]], None]:
+    """torch's check of a custom operator, and of its Triton twin where that serves host memory."""
+
+    def check(op: Any, arguments: tuple[Any, ...]) -> None:
+        torch.library.opcheck(op, arguments)
+        name = str(op).split(".")[1]
+        if ("cpu", "triton") in PLACES:
+            load(name, "triton")  # registers it
+            torch.library.opcheck(getattr(torch.ops.spec_kernels, f"{name}_triton"), arguments)
+
+    return check
 
 
 @pytest.fixture(params=[backend for device, backend in PLACES if device == "cpu"])

@@ -89,11 +89,11 @@ def test_refusals(place: Any) -> None:
         sk.move_kv([cache, cache], moves, backend=place.backend)
 
 
-def test_custom_ops_are_sound() -> None:
+def test_custom_ops_are_sound(opcheck: Any) -> None:
     ops = torch.ops.spec_kernels
     slots, index = torch.arange(8), torch.tensor([[0, 2, -1], [4, -1, -1]])
     rows = torch.zeros(2, 6, dtype=torch.int64)
-    torch.library.opcheck(ops.compact_accepted_locs, (slots, index.view(-1), rows[0]))
-    torch.library.opcheck(ops.accepted_moves, (slots, index, rows[0].clone(), rows[1].clone(), 4))
+    opcheck(ops.compact_accepted_locs, (slots, index.view(-1), rows[0]))
+    opcheck(ops.accepted_moves, (slots, index, rows[0].clone(), rows[1].clone(), 4))
     caches = [torch.zeros(8, 4, dtype=torch.uint8), torch.ones(8, 2, dtype=torch.uint8)]
-    torch.library.opcheck(ops.move_kv, (caches, torch.tensor([5, 3]), torch.tensor([3, 2])))
+    opcheck(ops.move_kv, (caches, torch.tensor([5, 3]), torch.tensor([3, 2])))

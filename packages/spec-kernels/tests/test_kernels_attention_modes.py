@@ -10,6 +10,7 @@ import spec_kernels as sk
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from spec_kernels.dispatch import load
 
 cases = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 LIMIT = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -197,11 +198,13 @@ def test_refusals(attention_place: Any) -> None:
         sk.ragged_paged_attention(query.unsqueeze(0), cache, cache, metadata, **options)
 
 
-def test_the_custom_op_is_sound() -> None:
+def test_the_custom_op_is_sound(host_backend: sk.BackendName) -> None:
     query, cache = torch.randn(4, 2, 8), torch.randn(3, 4, 1, 8)
     table = torch.tensor([[1, 2], [2, 0]], dtype=torch.int32)
+    load("ragged_paged_attention", host_backend)  # registers it
+    names = {"native": "ragged_paged_attention", "triton": "paged_attention_triton"}
     torch.library.opcheck(
-        torch.ops.spec_kernels.ragged_paged_attention,
+        getattr(torch.ops.spec_kernels, names[host_backend]),
         (query, cache, cache, table, None, torch.randn(2), query, cache),
         {"q_lens": [3, 1], "kv_lens": [6, 2], "scale": 0.5, "causal": True, "window": 3},
     )

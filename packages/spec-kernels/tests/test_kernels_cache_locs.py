@@ -152,12 +152,12 @@ def test_refusals(place: Any) -> None:
         sk.uniform_cache_locs(table, rows, torch.zeros(2, dtype=torch.int64, device="meta"), **options)
 
 
-def test_custom_ops_are_sound() -> None:
+def test_custom_ops_are_sound(opcheck: Any) -> None:
     ops = torch.ops.spec_kernels
     table, rows, starts = torch.arange(40).view(4, 10), torch.tensor([0, 2]), torch.tensor([1, 3])
     locs = torch.zeros(6, dtype=torch.int64)
-    torch.library.opcheck(ops.uniform_cache_locs, (table, rows, starts, locs, locs.clone(), 3, 3))
-    torch.library.opcheck(ops.extend_cache_locs, (table, rows, starts, starts + 2, locs))
-    torch.library.opcheck(ops.translate_locs, (starts, rows, locs[:2].clone(), 4))
+    opcheck(ops.uniform_cache_locs, (table, rows, starts, locs, locs.clone(), 3, 3))
+    opcheck(ops.extend_cache_locs, (table, rows, starts, starts + 2, locs))
+    opcheck(ops.translate_locs, (starts, rows, locs[:2].clone(), 4))
     draft, verify = torch.zeros(4, 6, dtype=torch.int64), torch.ones(2, 2, dtype=torch.int64)
-    torch.library.opcheck(ops.compact_window_rows, (draft, table, rows, starts, rows, verify))
+    opcheck(ops.compact_window_rows, (draft, table, rows, starts, rows, verify))

@@ -81,7 +81,7 @@ def test_refusals_name_the_argument() -> None:
         accept_chain(tokens.float(), tokens)
 
 
-def test_opcheck() -> None:
+def test_opcheck(opcheck: Any) -> None:
     tokens, out = torch.randint(0, 3, (4, 5)), torch.empty(4, dtype=torch.int32)
     arguments = (
         tokens,
@@ -90,4 +90,4 @@ def test_opcheck() -> None:
         out,
         torch.empty(4, dtype=torch.int64),
     )
-    torch.library.opcheck(torch.ops.spec_kernels.accept_chain.default, arguments)
+    opcheck(torch.ops.spec_kernels.accept_chain.default, arguments)

@@ -83,10 +83,10 @@ def test_refusals(place: Any) -> None:
         sk.prepare_block(tokens, tokens[:, 0], tokens[:, 0], tokens[:, 0], block=2, mask_token=-1)
 
 
-def test_custom_ops_are_sound() -> None:
+def test_custom_ops_are_sound(opcheck: Any) -> None:
     ops = torch.ops.spec_kernels
     two, six = torch.tensor([0, 1]), torch.zeros(6, dtype=torch.int64)
     table = torch.arange(20).view(2, 10)
-    torch.library.opcheck(ops.prepare_block, (table, two, two + 3, two + 5, six, six.clone(), six.clone(), 9))
+    opcheck(ops.prepare_block, (table, two, two + 3, two + 5, six, six.clone(), six.clone(), 9))
     rows = torch.zeros(4, 2, dtype=torch.int64)
-    torch.library.opcheck(ops.accept_block, (table, table + 1, two, rows, torch.zeros(2, 10, dtype=torch.int64)))
+    opcheck(ops.accept_block, (table, table + 1, two, rows, torch.zeros(2, 10, dtype=torch.int64)))

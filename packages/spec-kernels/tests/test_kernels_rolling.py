@@ -103,9 +103,9 @@ def test_refusals(place: Any) -> None:
         sk.keep_states(state, state, index, index, backend=place.backend)
 
 
-def test_custom_ops_are_sound() -> None:
+def test_custom_ops_are_sound(opcheck: Any) -> None:
     ops, two = torch.ops.spec_kernels, torch.tensor([0, 1])
     x, state, weight = torch.randn(2, 3, 2), torch.randn(2, 3, 4), torch.randn(3, 3)
-    torch.library.opcheck(ops.causal_conv1d_update, (x, state, weight, None, two, torch.zeros(2, 3, 2), True))
+    opcheck(ops.causal_conv1d_update, (x, state, weight, None, two, torch.zeros(2, 3, 2), True))
     rows = torch.zeros(2, 8, dtype=torch.uint8)
-    torch.library.opcheck(ops.keep_states, (rows, torch.ones(6, 8, dtype=torch.uint8), two, two, 3))
+    opcheck(ops.keep_states, (rows, torch.ones(6, 8, dtype=torch.uint8), two, two, 3))

@@ -194,11 +194,11 @@ def test_refusals(place: Any) -> None:
         sk.sample_tree(links, placed[2], links, links, placed[3], placed[4], depth=2, backend=place.backend)
 
 
-def test_custom_ops_are_sound() -> None:
+def test_custom_ops_are_sound(opcheck: Any) -> None:
     ops = torch.ops.spec_kernels
     rows = [torch.zeros(2, dtype=torch.int64) for _ in range(3)]
     tokens, links = torch.tensor([[0, 1], [2, 1]]), torch.tensor([[1, -1], [1, -1]])
     q, p, coins = torch.rand(2, 2, 3), torch.rand(2, 3, 3), torch.rand(2, 2)
-    torch.library.opcheck(ops.sample_chain, (tokens, q, p, coins, coins[:, 0].clone(), rows[0], rows[1]))
+    opcheck(ops.sample_chain, (tokens, q, p, coins, coins[:, 0].clone(), rows[0], rows[1]))
     outputs = (torch.zeros(2, 2, dtype=torch.int64), rows[0], torch.zeros(4, dtype=torch.int64), rows[1])
-    torch.library.opcheck(ops.sample_tree, (tokens, q, links, links - 1, coins, coins[:, 0].clone(), *outputs))
+    opcheck(ops.sample_tree, (tokens, q, links, links - 1, coins, coins[:, 0].clone(), *outputs))

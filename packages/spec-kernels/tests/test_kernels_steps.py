@@ -99,11 +99,11 @@ def test_refusals(place: Any) -> None:
         sk.verify_commit_outputs(tokens, index, lens, lens[:1], width=3, backend=place.backend)
 
 
-def test_custom_ops_are_sound() -> None:
+def test_custom_ops_are_sound(opcheck: Any) -> None:
     ops = torch.ops.spec_kernels
     tokens, lens, index = torch.arange(6), torch.tensor([2, 0]), torch.tensor([[0, 2], [-1, -1]])
-    torch.library.opcheck(ops.bonus_tokens, (tokens, lens, torch.zeros(2, dtype=torch.int64), 3))
+    opcheck(ops.bonus_tokens, (tokens, lens, torch.zeros(2, dtype=torch.int64), 3))
     results = torch.zeros(6, 2, dtype=torch.int64)
-    torch.library.opcheck(ops.verify_commit_outputs, (tokens, index, lens, lens + 7, results, 3, 4))
-    torch.library.opcheck(ops.draft_extend_inputs, (tokens, lens, results[:2].clone(), tokens.clone(), 3))
-    torch.library.opcheck(ops.draft_extend_layout, (lens, results[:4].clone(), torch.zeros(8, dtype=torch.int64), 3, 1))
+    opcheck(ops.verify_commit_outputs, (tokens, index, lens, lens + 7, results, 3, 4))
+    opcheck(ops.draft_extend_inputs, (tokens, lens, results[:2].clone(), tokens.clone(), 3))
+    opcheck(ops.draft_extend_layout, (lens, results[:4].clone(), torch.zeros(8, dtype=torch.int64), 3, 1))

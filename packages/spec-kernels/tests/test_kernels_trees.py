@@ -184,14 +184,14 @@ def test_refusals(place: Any) -> None:
         sk.tree_attention_mask(tokens.view(2, 3, 1).expand(2, 3, 3), tokens[:, 0], columns=1, page_size=4)
 
 
-def test_custom_ops_are_sound() -> None:
+def test_custom_ops_are_sound(opcheck: Any) -> None:
     ops = torch.ops.spec_kernels
     lens, visible = torch.tensor([3, 0]), torch.zeros(2, 4, 4, dtype=torch.bool)
     numbers = [torch.zeros(2, 4, dtype=torch.int64) for _ in range(3)]
-    torch.library.opcheck(ops.build_chain_tree, (lens, visible, *numbers))
+    opcheck(ops.build_chain_tree, (lens, visible, *numbers))
     parents, selected = torch.tensor([[-1, 0, 1], [-1, 0, 1]]), torch.tensor([[0, 1, 4], [0, 1, 2]])
-    torch.library.opcheck(ops.build_tree, (parents, selected, lens, visible, *numbers, 2))
-    torch.library.opcheck(ops.full_tree_mask, (visible, lens, torch.zeros(50, dtype=torch.bool)))
+    opcheck(ops.build_tree, (parents, selected, lens, visible, *numbers, 2))
+    opcheck(ops.full_tree_mask, (visible, lens, torch.zeros(50, dtype=torch.bool)))
     rows = [torch.zeros(2, dtype=torch.int64) for _ in range(2)]
     outputs = (torch.zeros(2, 3, dtype=torch.int64), rows[0], torch.zeros(8, dtype=torch.int64), rows[1])
-    torch.library.opcheck(ops.verify_tree_greedy, (numbers[0], numbers[1], numbers[2] - 1, numbers[2] - 1, *outputs))
+    opcheck(ops.verify_tree_greedy, (numbers[0], numbers[1], numbers[2] - 1, numbers[2] - 1, *outputs))

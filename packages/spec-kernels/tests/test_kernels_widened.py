@@ -130,15 +130,15 @@ def test_refusals(place: Any) -> None:
         sk.widened_inputs(broken, ids, states, lens, fresh, width=3, backend=place.backend)
 
 
-def test_custom_ops_are_sound() -> None:
+def test_custom_ops_are_sound(opcheck: Any) -> None:
     ops = torch.ops.spec_kernels
     two = torch.tensor([0, 1])
-    torch.library.opcheck(ops.rotate_input_ids, (torch.arange(6), two * 3, two + 2, two + 7, None))
+    opcheck(ops.rotate_input_ids, (torch.arange(6), two * 3, two + 2, two + 7, None))
     stash = (torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2, 4), torch.ones(3, dtype=torch.int64))
     tokens, states = torch.arange(6), torch.randn(6, 4)
-    torch.library.opcheck(ops.append_to_stash, (*stash, tokens, states, two * 3 + 3, two + 1, two, False))
+    opcheck(ops.append_to_stash, (*stash, tokens, states, two * 3 + 3, two + 1, two, False))
     outputs = (torch.zeros(10, dtype=torch.int64), torch.zeros(10, 4))
-    torch.library.opcheck(ops.widened_inputs, (*stash, tokens, states, two + 4, two, *outputs, 3))
+    opcheck(ops.widened_inputs, (*stash, tokens, states, two + 4, two, *outputs, 3))
     locs = torch.zeros(10, dtype=torch.int64)
     table = torch.arange(30).view(3, 10)
-    torch.library.opcheck(ops.widened_locs, (table, two, two + 4, stash[2], locs, locs.clone(), 2, 1))
+    opcheck(ops.widened_locs, (table, two, two + 4, stash[2], locs, locs.clone(), 2, 1))
