@@ -11,7 +11,8 @@ import spec_kernels as sk
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from spec_kernels.native.draft_extend import OUTPUTS, SOURCES, fill_draft_extend_buffers
+from spec_kernels.dispatch import load
+from spec_kernels.native.draft_extend import OUTPUTS, SOURCES
 
 GARBAGE = 7777
 BACKENDS = [status.backend for status in sk.backends("fill_draft_extend_buffers", "cpu") if status.eligible]
@@ -246,7 +247,10 @@ def test_too_many_tokens_and_buffers_that_do_not_fit() -> None:
         sk.fill_draft_extend_buffers(narrow, make_batch(2, 4), bs=3, width=4, seq_len_fill=0)
 
 
-def test_the_custom_op_is_sound() -> None:
+def test_the_custom_op_is_sound(host_backend: sk.BackendName) -> None:
+    load("fill_draft_extend_buffers", host_backend)  # registers it
+    names = {"native": "fill_draft_extend_buffers", "triton": "fill_draft_extend_buffers_triton"}
+    op = getattr(torch.ops.spec_kernels, names[host_backend])
     for optional in (True, False):
         buffers, batch = make_buffers(3, 12), make_batch(2, 4)
         if not optional:
@@ -255,7 +259,7 @@ def test_the_custom_op_is_sound() -> None:
         elif batch.temperatures is not None:
             batch = replace(batch, temperatures=batch.temperatures[:, 0])
         arguments = [getattr(buffers, name) for name in OUTPUTS] + [getattr(batch, name) for name in SOURCES]
-        torch.library.opcheck(fill_draft_extend_buffers, tuple(arguments), {"bs": 3, "width": 4, "front": 1, "fill": 1})
+        torch.library.opcheck(op, tuple(arguments), {"bs": 3, "width": 4, "front": 1, "fill": 1})
 
 
 @pytest.mark.parametrize("fill", [-1, 2**31])
