@@ -1,7 +1,8 @@
-"""Bench of kv-pool: the indexed mover, the allocator, the controller and the store of files.
+"""Bench of kv-pool: the indexed mover, the allocator, the controller, the stores of files and of Mooncake.
 
 References in the same run: the better of numpy's `take(out=)` and fancy assignment over the same pages for the mover,
-plain sequential files of the same bytes for the store. Demo figures are in `demo`.
+plain sequential files of the same bytes and Mooncake's own calls for the stores. Mooncake listens on all interfaces, so
+the bench goes on in a namespace with loopback only. Demo figures are in `demo`.
 """
 
 from __future__ import annotations
@@ -9,10 +10,14 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +26,8 @@ from benching import Bench
 from kv_planner import ComponentSpec, ModelLayout, PrefixIndex
 from kv_pool import MhaPool, MlaPool, PageAllocator, Pool
 from kv_pool.hicache import FileStorage, HiCacheController, HostPool, Mover, create_mover
+from kv_pool.hicache.storage.engines.mooncake import MooncakeStorage
+from kv_transfer.isolation import current_isolation
 
 MIB = 2**20
 MOVED = 96 * MIB  # bytes of one call, well beyond the caches
@@ -168,8 +175,72 @@ def storing(bench: Bench) -> None:
         shutil.rmtree(folder)
 
 
+@contextmanager
+def mooncake_master() -> Iterator[str]:
+    """A master on loopback; its address."""
+    ports = []
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", 0)) as held:
+            ports.append(held.getsockname()[1])
+    program = str(Path(sys.executable).with_name("mooncake_master"))
+    command = [program, f"--rpc_port={ports[0]}", "--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
+    silent = subprocess.DEVNULL
+    process = subprocess.Popen([*command, f"--metrics_port={ports[1]}"], stdout=silent, stderr=silent)
+    try:
+        for _ in range(200):
+            with socket.socket() as asked:
+                if asked.connect_ex(("127.0.0.1", ports[0])) == 0:
+                    break
+            time.sleep(0.05)
+        yield f"127.0.0.1:{ports[0]}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def storing_in_mooncake(bench: Bench) -> None:
+    """Pages of K and V, put and got in place, beside the library's own calls with lists that are ready."""
+    count, nbytes = 16, MIB // 2
+    pages, rooms = (np.random.default_rng(seed).integers(0, 256, (count, 2, nbytes), dtype=np.uint8) for seed in (1, 2))
+    pieces, places = ([[row[0], row[1]] for row in memory] for memory in (pages, rooms))
+    pointers = [[[piece.ctypes.data for piece in page] for page in listed] for listed in (pieces, places)]
+    sizes = [[nbytes, nbytes]] * count
+    numbers = itertools.count()
+    with mooncake_master() as master:
+        storage = MooncakeStorage(master, segment_bytes=3 << 30)
+        storage.register([pages.reshape(-1), rooms.reshape(-1)])
+        direct = storage._library  # the same client: another one would copy over TCP
+
+        def keys() -> list[str]:
+            return [f"{next(numbers):064x}" for _ in range(count)]
+
+        def write() -> None:
+            assert storage.write(keys(), pieces) == count
+
+        def put() -> None:
+            assert not any(direct.batch_put_from_multi_buffers(keys(), pointers[0], sizes))
+
+        known = keys()
+        assert storage.write(known, pieces) == count
+
+        def read() -> None:
+            assert storage.read(known, places) == count
+
+        def get() -> None:
+            assert len(direct.batch_get_into_multi_buffers(known, pointers[1], sizes)) == count
+
+        what = f"mooncake: {count} pages of K and V, 1 MiB each"
+        bench.faster(f"{what}, written, beside its own call", write, put, at_least=0.9)
+        bench.faster(f"{what}, read, beside its own call", read, get, at_least=0.9)
+        assert np.array_equal(pages, rooms)
+        storage.close()
+
+
 def main() -> None:
     """Measure and report."""
+    if not current_isolation().isolated and "--inside" not in sys.argv:
+        isolated = [sys.executable, "-m", "kv_transfer.isolation", "--", sys.executable, __file__, "--inside"]
+        os.execv(sys.executable, isolated)
     bench = Bench("pool")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for backup in (True, False):
@@ -182,6 +253,7 @@ def main() -> None:
     allocating(bench)
     controlling(bench)
     storing(bench)
+    storing_in_mooncake(bench)
     bench.finish()
 
 

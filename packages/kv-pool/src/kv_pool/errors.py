@@ -24,6 +24,7 @@ __all__ = [
     "IntegrityError",
     "KvPoolError",
     "LayoutError",
+    "LibraryUnavailable",
     "MoveRefused",
     "OutOfPages",
     "PageError",
@@ -92,6 +93,10 @@ class PoolSizeError(KvPoolError, ValueError):
 
 class DeviceUnavailable(KvPoolError, RuntimeError):
     """A device text that names no device, or a device that this process cannot reach."""
+
+
+class LibraryUnavailable(KvPoolError, ImportError):
+    """An optional library, or an engine that is integrated with, is not installed, or is another release."""
 
 
 class UnknownForm(KvPoolError, ValueError):

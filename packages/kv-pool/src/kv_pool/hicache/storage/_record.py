@@ -10,14 +10,13 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    Pieces = Sequence[npt.NDArray[np.uint8]]
+    from kv_pool.hicache.storage.protocols import Pieces
 
 __all__ = ["HEADER_BYTES", "checksum", "pack_header", "unpack_header"]
 

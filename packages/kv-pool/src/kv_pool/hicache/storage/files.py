@@ -18,10 +18,7 @@ from kv_pool.errors import StorageDamaged, StorageError
 from kv_pool.hicache.storage._record import HEADER_BYTES, checksum, pack_header, unpack_header
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    Pieces = Sequence[npt.NDArray[np.uint8]]
+    from kv_pool.hicache.storage.protocols import Pieces
 
 __all__ = ["FileStorage"]
 

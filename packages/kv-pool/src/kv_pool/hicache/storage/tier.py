@@ -21,17 +21,15 @@ import torch
 from kv_pool.errors import HostPoolError, StorageDamaged, StorageError
 from kv_pool.hicache.ranks import owner_rank
 from kv_pool.hicache.storage.identity import StorageIdentity, page_keys
+from kv_pool.hicache.storage.protocols import PageStorage, RegistersMemory
 from kv_pool.tables import IndexLike, IntArray, as_index_array
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from kv_planner import PrefixIndex, PrefixLock
 
     from kv_pool.hicache.acquired import Namespace
     from kv_pool.hicache.host_pool import HostPool
-    from kv_pool.hicache.storage import PageStorage
-
-    Pieces = Sequence[npt.NDArray[np.uint8]]
+    from kv_pool.hicache.storage.protocols import Pieces
 
 __all__ = ["Prefetch", "StorageCounters", "StorageTier", "take_host_pages"]
 
@@ -125,6 +123,7 @@ class StorageTier:
 
     Raises:
         HostPoolError: Another layout of the host, or numbers below 1.
+        StorageError: The store cannot use the host's memory.
     """
 
     def __init__(
@@ -162,6 +161,8 @@ class StorageTier:
         self._digest = StorageIdentity.of(host, salt=salt).digest
         self._threads: Executor = ThreadPoolExecutor(threads, "kv-pool-storage") if threads else _Inline()
         self._bytes = [mirror.host.flatten(1).view(torch.uint8).numpy() for mirror in host.mirrors]
+        if isinstance(storage, RegistersMemory):
+            storage.register([rows.reshape(-1) for rows in self._bytes])
         self._writes: deque[_Write] = deque()
         self._reads: list[Prefetch] = []
         self._counters = StorageCounters()

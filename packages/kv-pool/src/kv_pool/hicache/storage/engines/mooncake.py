@@ -1,0 +1,264 @@
+"""Owns the store `mooncake`: pages as objects of Mooncake Store, spread over the memory of many hosts.
+
+A page is one object, put and got in place, its pieces gathered and scattered by the library. The length is verified,
+the bytes are not: what travels over TCP is as safe as TCP makes it, and a checksum would cost as much as the copy (see
+`kv_pool.hicache.canary` for one a token). It starts no master and opens no other port than the library does, which
+listens on every interface and asks nobody who he is: run it in a network of your own.
+
+Source: observed with mooncake-transfer-engine 0.3.13.post1; codes in `describe_code`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import socket
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, Protocol, cast
+
+from kv_pool.errors import LibraryUnavailable, StorageDamaged, StorageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from kv_pool.hicache.storage.protocols import Pieces
+
+__all__ = ["MooncakeStorage", "describe_code"]
+
+_NO_ROOM, _TOO_SMALL, _ABSENT, _TOO_LARGE = -200, -600, -704, -800
+_WORDS = {
+    _NO_ROOM: "no room: all segments are full of pages under a lease",
+    _TOO_SMALL: "the stored page is longer than the room for it",
+    _ABSENT: "no such page",
+    -706: "the page is under a lease",
+    _TOO_LARGE: "the stored page is shorter than the room for it",
+    -900: "the master does not answer",
+}
+_OPEN: weakref.WeakSet[MooncakeStorage] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_open_stores() -> None:
+    """The library's threads must not outlive the interpreter."""
+    for storage in list(_OPEN):
+        storage.close()
+
+
+class _Library(Protocol):
+    """The calls of `mooncake.store.MooncakeDistributedStore` that are used here; negative codes are failures."""
+
+    def setup(
+        self,
+        local_hostname: str,
+        metadata_server: str,
+        global_segment_size: int,
+        local_buffer_size: int,
+        protocol: str,
+        rdma_devices: str,
+        master_server_addr: str,
+    ) -> int: ...
+
+    def register_buffer(self, buffer_ptr: int, size: int) -> int: ...
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]: ...
+
+    def batch_put_from(self, keys: list[str], buffer_ptrs: list[int], sizes: list[int]) -> list[int]: ...
+
+    def batch_get_into(self, keys: list[str], buffer_ptrs: list[int], sizes: list[int]) -> list[int]: ...
+
+    def batch_put_from_multi_buffers(
+        self, keys: list[str], all_buffer_ptrs: list[list[int]], all_sizes: list[list[int]]
+    ) -> list[int]: ...
+
+    def batch_get_into_multi_buffers(
+        self, keys: list[str], all_buffer_ptrs: list[list[int]], all_sizes: list[list[int]]
+    ) -> list[int]: ...
+
+    def remove(self, key: str, force: bool) -> int: ...
+
+    def close(self) -> int: ...
+
+
+def describe_code(code: int) -> str:
+    """What a code of the library means, in words: -200, -600, -704, -706, -800 and -900 were observed."""
+    return f"{_WORDS.get(code, 'a code without a known meaning')} (mooncake code {code})"
+
+
+class MooncakeStorage:
+    """Pages in a Mooncake Store.
+
+    Invariants:
+
+    1. a page is one object, so it is there whole or not at all;
+    2. an object that is shorter or longer than the page asked for is an error, and is removed;
+    3. a key that is there keeps its first value.
+
+    A page that was read or written lately is under a lease of the master's: it is not evicted, and when all memory is
+    under leases, `write` keeps fewer pages. When the master does not answer, every call raises, a read after about
+    four seconds.
+
+    Args:
+        master: Address of `mooncake_master`, "host:port".
+        hostname: Under which other hosts reach this process.
+        segment_bytes: Memory that this process lends to the store; 0 for none.
+        buffer_bytes: Memory of the library for its own copies.
+        protocol: `tcp` or `rdma`; only `tcp` was run here.
+        rdma_devices: Names of devices for `rdma`.
+        log_level: What the library writes to standard error, unless MC_LOG_LEVEL says otherwise already.
+
+    Raises:
+        LibraryUnavailable: The wheel or a system library of it is missing.
+        StorageError: The library did not start; its code is in the text.
+    """
+
+    name = "mooncake"
+
+    def __init__(
+        self,
+        master: str,
+        *,
+        hostname: str = "127.0.0.1",
+        segment_bytes: int = 1 << 30,
+        buffer_bytes: int = 64 << 20,
+        protocol: Literal["tcp", "rdma"] = "tcp",
+        rdma_devices: str = "",
+        log_level: Literal["INFO", "WARNING", "ERROR"] = "ERROR",
+    ) -> None:
+        if protocol not in ("tcp", "rdma"):
+            raise _unusable("protocol", protocol, "tcp or rdma", "the library takes any text and fails later")
+        os.environ.setdefault("MC_LOG_LEVEL", log_level)
+        try:
+            library = importlib.import_module("mooncake.store")
+        except ImportError as error:
+            raise LibraryUnavailable(
+                "mooncake",
+                given=str(error),
+                expected="Mooncake's wheel and libibverbs",
+                consequence="pages would be kept nowhere beyond the host",
+                remedy='pip install "kv-pool[mooncake]"; on Debian also libibverbs1',
+            ) from error
+        _reach(master)
+        self._library = cast(_Library, library.MooncakeDistributedStore())
+        self._master = master
+        self._registered: list[npt.NDArray[np.uint8]] = []
+        code = self._library.setup(
+            hostname, "P2PHANDSHAKE", segment_bytes, buffer_bytes, protocol, rdma_devices, master
+        )
+        if code:
+            self._library.close()
+            raise _unusable("master", f"{master}: {describe_code(code)}", "a master that answers", "nothing is kept")
+        self._closed = False
+        _OPEN.add(self)
+
+    def register(self, memory: Pieces) -> None:
+        """Tell the library of the memory that pages lie in, as RDMA needs it; see `RegistersMemory`.
+
+        Raises:
+            StorageError: The library refuses it.
+        """
+        for piece in memory:
+            code = self._library.register_buffer(piece.ctypes.data, piece.nbytes)
+            if code:
+                raise _unusable("memory", describe_code(code), "memory that is registered once", "copies would fail")
+            self._registered.append(piece)  # the library keeps the address
+
+    def exists(self, keys: Sequence[str]) -> int:
+        """See `PageStorage.exists`."""
+        found = self._library.batch_is_exist(list(keys)) if keys else []
+        for number, code in enumerate(found):
+            if code < 0:
+                raise self._failed("exists", keys[number], code)
+            if code == 0:
+                return number
+        return len(found)
+
+    def read(self, keys: Sequence[str], pages: Sequence[Pieces]) -> int:
+        """See `PageStorage.read`."""
+        if not keys:
+            return 0
+        lengths = [sum(piece.nbytes for piece in pieces) for pieces in pages]
+        if all(len(pieces) == 1 for pieces in pages):
+            got = self._library.batch_get_into(list(keys), [pieces[0].ctypes.data for pieces in pages], lengths)
+        else:
+            got = self._library.batch_get_into_multi_buffers(list(keys), *_pointers(pages))
+        for number, (code, length) in enumerate(zip(got, lengths, strict=True)):
+            if code == length:
+                continue
+            if code == _ABSENT:
+                return number
+            if code >= 0 or code in (_TOO_SMALL, _TOO_LARGE):
+                self._library.remove(keys[number], True)
+                damaged = StorageDamaged(
+                    keys[number],
+                    given=f"{code} bytes" if code >= 0 else describe_code(code),
+                    expected=f"{length} bytes as they were written under this key",
+                    consequence="attention would read foreign bytes; the page was removed",
+                    remedy="compute the page again; keep other data out of these keys",
+                )
+                damaged.pages_read = number
+                raise damaged
+            raise self._failed("read", keys[number], code)
+        return len(got)
+
+    def write(self, keys: Sequence[str], pages: Sequence[Pieces]) -> int:
+        """See `PageStorage.write`; it ends where the store has no room that it may free."""
+        if not keys:
+            return 0
+        if all(len(pieces) == 1 for pieces in pages):
+            places = [pieces[0].ctypes.data for pieces in pages]
+            codes = self._library.batch_put_from(list(keys), places, [pieces[0].nbytes for pieces in pages])
+        else:
+            codes = self._library.batch_put_from_multi_buffers(list(keys), *_pointers(pages))
+        for number, code in enumerate(codes):
+            if code == _NO_ROOM:
+                return number
+            if code:
+                raise self._failed("write", keys[number], code)
+        return len(codes)
+
+    def close(self) -> None:
+        """Leave the store; what this process lent to it is gone for the others. A second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            _OPEN.discard(self)
+            self._library.close()
+            self._registered.clear()
+
+    def _failed(self, call: str, key: str, code: int) -> StorageError:
+        return StorageError(
+            f"{call}({key})",
+            given=describe_code(code),
+            expected=f"an answer of the store at {self._master}",
+            consequence="the page is neither kept nor found",
+            remedy="see that the master and the hosts that lend memory are alive",
+        )
+
+
+def _reach(master: str) -> None:
+    """Connect once: the library itself goes on for minutes when nobody listens there."""
+    host, _, port = master.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, ValueError) as error:
+        consequence = "the library would wait for it for minutes"
+        raise _unusable("master", f"{master} ({error})", "host:port of a master that listens", consequence) from error
+
+
+def _pointers(pages: Sequence[Pieces]) -> tuple[list[list[int]], list[list[int]]]:
+    return (
+        [[piece.ctypes.data for piece in pieces] for pieces in pages],
+        [[piece.nbytes for piece in pieces] for pieces in pages],
+    )
+
+
+def _unusable(argument: str, given: object, expected: str, consequence: str) -> StorageError:
+    return StorageError(
+        argument,
+        given=given,
+        expected=expected,
+        consequence=consequence,
+        remedy="start mooncake_master first, name it as host:port, and register each memory once",
+    )

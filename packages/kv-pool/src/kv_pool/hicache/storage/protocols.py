@@ -1,0 +1,59 @@
+"""Owns what a store of pages has to do, and may do. It holds no store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["PageStorage", "Pieces", "RegistersMemory"]
+
+Pieces: TypeAlias = Sequence[npt.NDArray[np.uint8]]
+"""Arrays of bytes, contiguous, in the order in which a store keeps them."""
+
+
+@runtime_checkable
+class PageStorage(Protocol):
+    """Keeps pages as pieces of bytes. Called from several threads.
+
+    Attributes:
+        name: Name under which it is chosen.
+    """
+
+    name: str
+
+    def exists(self, keys: Sequence[str]) -> int:
+        """Return how many leading keys are there; the first miss ends the count."""
+
+    def read(self, keys: Sequence[str], pages: Sequence[Pieces]) -> int:
+        """Fill pages, and return how many leading ones are whole; the first miss ends.
+
+        Args:
+            keys: One a page.
+            pages: Pieces of each page, writable. Mutated, also beyond the number returned.
+
+        Raises:
+            StorageDamaged: A page that is shorter, longer or other than it was written. Its attribute `pages_read` says
+                how many leading pages are whole.
+        """
+
+    def write(self, keys: Sequence[str], pages: Sequence[Pieces]) -> int:
+        """Keep pages, and return how many leading ones are kept: each of them whole, also after a crash of the process.
+
+        Raises:
+            StorageError: The store cannot be written.
+        """
+
+
+@runtime_checkable
+class RegistersMemory(Protocol):
+    """A store that wants to know beforehand which memory pages lie in; a tier tells it when it is made."""
+
+    def register(self, memory: Pieces) -> None:
+        """Prepare memory, whole allocations of the host pool, for `read` and `write`.
+
+        Raises:
+            StorageError: It cannot be prepared.
+        """

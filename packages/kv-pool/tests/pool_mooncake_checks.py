@@ -1,0 +1,203 @@
+"""Checks of the store `mooncake` against a real master, one scenario a process, run as a script.
+
+Started by `test_pool_storage_mooncake.py` inside a loopback-only namespace where the system allows one.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from kv_planner import ComponentSpec, ModelLayout, PrefixIndex
+from kv_pool import MhaPool, PageAllocator, StorageDamaged, StorageError
+from kv_pool.hicache import HiCacheController, HostPool, PageStorage, RegistersMemory, StorageTier, create_storage
+from kv_pool.hicache.storage.engines.mooncake import MooncakeStorage
+
+MIB = 1 << 20
+LEASE = 0.5  # seconds
+PAGES = [f"{number:064x}" for number in range(64)]
+Bytes = npt.NDArray[np.uint8]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        return int(held.getsockname()[1])
+
+
+@contextmanager
+def master() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A master on loopback; its address, and the process."""
+    program = shutil.which("mooncake_master", path=str(Path(sys.executable).parent)) or "mooncake_master"
+    ports = free_port(), free_port()
+    command = [program, f"--rpc_port={ports[0]}", "--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
+    command += [f"--metrics_port={ports[1]}", f"--default_kv_lease_ttl={int(LEASE * 1000)}"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", ports[0]), timeout=1).close()
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < deadline, "the master did not start"
+                time.sleep(0.02)
+        yield f"127.0.0.1:{ports[0]}", process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def connect(address: str, **options: Any) -> MooncakeStorage:
+    options = {"segment_bytes": 64 * MIB, "buffer_bytes": 16 * MIB, **options}
+    made = create_storage("mooncake", master=address, **options)
+    assert isinstance(made, MooncakeStorage) and isinstance(made, PageStorage) and isinstance(made, RegistersMemory)
+    return made
+
+
+def page(seed: int, *sizes: int) -> list[Bytes]:
+    return [np.random.default_rng([seed, size]).integers(0, 256, size, dtype=np.uint8) for size in sizes]
+
+
+def rooms(pages: list[list[Bytes]]) -> list[list[Bytes]]:
+    return [[np.full(piece.size, 255, dtype=np.uint8) for piece in pieces] for pieces in pages]
+
+
+def same(got: list[list[Bytes]], wanted: list[list[Bytes]]) -> bool:
+    flat = zip((p for one in got for p in one), (p for one in wanted for p in one), strict=True)
+    return all(np.array_equal(one, other) for one, other in flat)
+
+
+def refused(kind: type[Exception], text: str, call: Callable[[], object]) -> Exception:
+    try:
+        call()
+    except kind as error:
+        assert text in str(error), error
+        return error
+    raise AssertionError(f"no {kind.__name__} with {text!r}")
+
+
+def pages_come_back() -> None:
+    """Batches of one piece and of several, misses, first values, wrong lengths; from another process's store too."""
+    with master() as (address, _):
+        storage, other = connect(address), connect(address, segment_bytes=0)
+        for number, sizes in enumerate([(300_000,), (4096, 70_000, 12)]):
+            keys = PAGES[10 * number : 10 * number + 8]
+            pages = [page(seed, *sizes) for seed in range(8)]
+            assert storage.exists(keys) == 0 == storage.read(keys, rooms(pages))
+            assert storage.write(keys[:5], pages[:5]) == 5 and storage.exists(keys) == 5
+            for reader in (storage, other):
+                got = rooms(pages)
+                assert reader.read(keys, got) == 5 and same(got[:5], pages[:5])
+                assert all((piece == 255).all() for pieces in got[5:] for piece in pieces)
+            assert storage.write(keys[6:], pages[6:]) == 2 and other.exists(keys) == 5  # the first miss ends
+            assert other.write(keys[:1], pages[1:2]) == 1  # a key that is there keeps its first value
+            got = rooms(pages[:1])
+            assert other.read(keys[:1], got) == 1 and same(got, pages[:1])
+            for wrong in (-1, 1):
+                changed = [*sizes[:-1], sizes[-1] + wrong]
+                bad = rooms([page(0, *sizes), page(1, *changed), page(2, *sizes)])
+                error = refused(StorageDamaged, keys[1], lambda k=keys, b=bad: other.read(k[:3], b))  # type: ignore[misc]
+                assert isinstance(error, StorageDamaged) and error.pages_read == 1
+                assert same(bad[:1], pages[:1]) and storage.exists(keys) == 1  # gone, so that it is written again
+                assert storage.write(keys[1:2], pages[1:2]) == 1
+        assert storage.read([], []) == storage.write([], []) == storage.exists([]) == 0
+        other.close()
+        storage.close()
+        storage.close()
+
+
+def no_room_while_pages_are_leased() -> None:
+    """Pages read or written lately stay; a full store keeps fewer pages, and takes them when the leases have ended."""
+    with master() as (address, _):
+        storage = connect(address, segment_bytes=32 * MIB)
+        pages = [page(seed, 4 * MIB) for seed in range(12)]
+        kept = storage.write(PAGES[:12], pages)
+        assert 0 < kept < 12 and storage.exists(PAGES[:12]) == kept
+        got = rooms(pages)
+        assert storage.read(PAGES[:12], got) == kept and same(got[:kept], pages[:kept])
+        deadline = time.monotonic() + 30
+        while storage.write(PAGES[20:22], pages[:2]) < 2:
+            assert time.monotonic() < deadline, "leases do not end"
+            time.sleep(LEASE / 5)
+        assert storage.exists(PAGES[20:22]) == 2
+        left = storage.exists(PAGES[:12])
+        again = rooms(pages)
+        assert storage.read(PAGES[:12], again) == left < 12 and same(again[:left], pages[:left])
+        storage.close()
+
+
+def a_dead_master_is_an_error() -> None:
+    """Every call raises; nothing hangs, nothing is taken for a miss; no master at all is an error at the beginning."""
+    refused(StorageError, "master", lambda: connect("127.0.0.1:9"))
+    refused(StorageError, "tcp or rdma", lambda: connect("127.0.0.1:9", protocol="ascend"))
+    with master() as (address, process):
+        storage = connect(address)
+        one, two = [page(1, 5000)], [page(1, 5000, 100)]
+        assert storage.write(PAGES[:1], one) == 1
+        process.kill()
+        process.wait()
+        refused(StorageError, "mooncake code", lambda: storage.write(PAGES[1:2], one))
+        refused(StorageError, "mooncake code", lambda: storage.exists(PAGES[:1]))
+        refused(StorageError, "mooncake code", lambda: storage.read(PAGES[:1], rooms(one)))
+        refused(StorageError, "mooncake code", lambda: storage.read(PAGES[1:2], rooms(two)))
+        storage.close()
+
+
+def a_cache_is_served_from_it() -> None:
+    """A second cache, with nothing but the store, finds every page of the first, bit for bit."""
+    shared: Any = {"layer_ids": range(3), "dtype": "float16", "total_heads": 2}
+    specs = [ComponentSpec("key", dims=24, **shared), ComponentSpec("value", dims=16, **shared)]
+    layout = ModelLayout(specs, page_size=4, fingerprint="mooncake")
+    prompt, computed = list(range(41)), np.random.default_rng(7).integers(1, 99, (3, 10, 4)).astype(np.float16)
+    with master() as (address, process):
+        stores = [connect(address, segment_bytes=size) for size in (64 * MIB, 0)]
+        for turn, storage in enumerate(stores):
+            pool = MhaPool(layout, size=48, device="cpu")
+            host = HostPool(pool, pages=24)
+            index = PrefixIndex(4, device_pages=pool.num_pages, host_pages=host.num_pages)
+            tier = StorageTier(host, index, storage, threshold=4, batch=3)
+            cache = HiCacheController(pool, PageAllocator(pool.num_pages, 4), host, index, storage=tier)
+            prefetch = cache.prefetch(prompt)
+            cache.drain()
+            assert prefetch.pages == 10 * turn
+            plan = cache.acquire(prompt)
+            cache.load(plan)
+            assert plan.host_hit_tokens == 40 * turn
+            for layer in range(3):
+                plan.wait_layer(layer)
+                for number, held in enumerate(plan.pages[:10].tolist()):
+                    wanted = computed[layer, number][:, None, None]
+                    if turn == 0:
+                        pool.key(layer)[held] = pool.key(layer)[held].new_tensor(wanted)
+                        pool.value(layer)[held] = -pool.value(layer)[held].new_tensor(wanted)
+                    assert (pool.key(layer)[held].numpy() == wanted).all()
+                    assert (pool.value(layer)[held].numpy() == -wanted).all()
+            cache.finish(plan, prompt)
+            cache.drain()
+            assert (tier.counters.written_pages, tier.counters.read_pages) == ((10, 0), (0, 10))[turn]
+        process.kill()
+        process.wait()
+        lost = cache.prefetch(list(range(100, 140)))
+        cache.drain()
+        assert (lost.pages, tier.counters.failures, host.allocator.held) == (0, 1, 10)
+        for storage in stores:
+            storage.close()
+
+
+SCENARIOS: dict[str, Callable[[], None]] = {
+    work.__name__: work
+    for work in (pages_come_back, no_room_while_pages_are_leased, a_dead_master_is_an_error, a_cache_is_served_from_it)
+}
+
+if __name__ == "__main__":
+    SCENARIOS[sys.argv[1]]()
+    print("as it should be", flush=True)
