@@ -197,7 +197,7 @@ def test_each_field_changes_every_key() -> None:
         "component": "value", "part": "draft", "layer_ids": (0, 2), "dtype": "bfloat16", "tokens": 8, "heads": 1,
         "dims": 4, "head_range": (2, 4), "total_heads": 2, "schema_version": 2, "format_version": 2,
         "fingerprint": "other", "page_size": 8, "host_layout": "page_first", "components": (part, part), "pp": (1, 2),
-        "tp_size": None, "dcp": (1, 2), "salt": "x",
+        "tp_size": None, "dcp": (1, 2), "salt": "x", "canary": True,
     }  # fmt: skip
     changed = [replace(base, **{field.name: other[field.name]}) for field in fields(base)]
     inner = [replace(base, components=(replace(part, **{field.name: other[field.name]}),)) for field in fields(part)]

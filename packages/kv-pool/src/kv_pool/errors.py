@@ -13,6 +13,7 @@ __all__ = [
     "AliasedRows",
     "BudgetError",
     "CacheError",
+    "CanaryMismatch",
     "DeviceMismatch",
     "DeviceUnavailable",
     "DoubleFree",
@@ -199,6 +200,18 @@ class StorageDamaged(StorageError):
     """
 
     pages_read: int = 0
+
+
+class CanaryMismatch(KvPoolError, RuntimeError):
+    """A host page holds other bytes than were backed up; it is not loaded.
+
+    Attributes:
+        position: Which page of the call; those before it are as they were.
+        tokens: Which tokens of that page differ.
+    """
+
+    position: int = 0
+    tokens: tuple[int, ...] = ()
 
 
 class AgreementError(KvPoolError, RuntimeError):

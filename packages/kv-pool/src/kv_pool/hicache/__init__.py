@@ -9,8 +9,10 @@ from __future__ import annotations
 from kv_pool.hicache._parts import WritePolicy
 from kv_pool.hicache.accounting import Accounting, CacheCounters
 from kv_pool.hicache.acquired import Acquired, Namespace
+from kv_pool.hicache.canary import Canary
 from kv_pool.hicache.controller import HiCacheController
 from kv_pool.hicache.host_pool import ALIGNMENT, HOST_LAYOUTS, HostLayout, HostPool, Mirror, MirroredPool
+from kv_pool.hicache.metrics import CacheMetrics
 from kv_pool.hicache.movers import Mover, MoverCapabilities, MoverName, create_mover, mover_names, whole_pages
 from kv_pool.hicache.ranks import HitAgreement, owner_rank
 from kv_pool.hicache.storage import (
@@ -32,6 +34,8 @@ __all__ = [
     "Accounting",
     "Acquired",
     "CacheCounters",
+    "CacheMetrics",
+    "Canary",
     "FileStorage",
     "HiCacheController",
     "HitAgreement",

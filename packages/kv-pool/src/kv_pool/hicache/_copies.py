@@ -8,19 +8,21 @@ choose what to copy.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 from kv_planner import TierConflict
 
+from kv_pool.errors import UnknownLayer
 from kv_pool.hicache._inflight import Backup, Load
 
 if TYPE_CHECKING:
     from kv_planner import PrefixIndex, PrefixLock
 
     from kv_pool.hicache._device import DevicePages
+    from kv_pool.hicache.canary import Canary
     from kv_pool.hicache.host_pool import HostPool
     from kv_pool.hicache.movers import Mover
     from kv_pool.hicache.streams import Lane, Mark, Streams
@@ -41,7 +43,9 @@ class Copies:
         streams: Streams,
         *,
         backed_up: Callable[[IntArray], None] | None = None,
+        canary: Canary | None = None,
     ) -> None:
+        self._canary = canary
         self._on_backed_up = backed_up
         self._device = device
         self._host = host
@@ -53,11 +57,6 @@ class Copies:
         self._loads: deque[Load] = deque()
         self.backed_up = 0
         self.loaded = 0
-
-    @property
-    def layers(self) -> Sequence[int]:
-        """Global ids of all layers, ascending."""
-        return self._layers
 
     @property
     def pending(self) -> bool:
@@ -91,6 +90,7 @@ class Copies:
         """Copy pages to the device behind the compute issued so far; takes the lock over.
 
         Raises:
+            CanaryMismatch: A host page is not what was backed up; the lock is dropped.
             Exception: What the mover or the device raised; the lock is dropped, and nothing writes the pages any more.
         """
         layers: dict[int, Mark] = {}
@@ -104,6 +104,8 @@ class Copies:
                 layers[layer] = self._streams.mark("load")
 
         try:
+            if self._canary is not None:
+                self._canary.check(host_pages)
             mark = self._issue("load", move)
         except BaseException:
             self._index.unlock(lock)
@@ -114,7 +116,19 @@ class Copies:
         return load
 
     def wait_layer(self, load: Load, layer_id: int) -> None:
-        """Let compute that is issued from now on begin after a layer of a load."""
+        """Let compute that is issued from now on begin after a layer of a load.
+
+        Raises:
+            UnknownLayer: The layer is not held here.
+        """
+        if layer_id not in load.layers:
+            raise UnknownLayer(
+                "layer_id",
+                given=layer_id,
+                expected=f"one of {self._layers}",
+                consequence="the wait would be for nothing",
+                remedy="pass the global layer id of a layer held here",
+            )
         self._streams.wait("compute", load.layers[layer_id])
 
     def poll(self) -> None:
@@ -149,6 +163,8 @@ class Copies:
             kept = False
             try:
                 backup.mark.wait_on_host()
+                if self._canary is not None:
+                    self._canary.record(backup.host_pages)
                 self._record(backup)
                 kept = True
                 self.backed_up += backup.nodes.size

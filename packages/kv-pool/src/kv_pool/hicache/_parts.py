@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kv_planner import PrefixIndex
 
     from kv_pool.allocator import PageAllocator
+    from kv_pool.hicache.canary import Canary
     from kv_pool.hicache.host_pool import HostPool, MirroredPool
     from kv_pool.hicache.storage import StorageTier
 
@@ -25,6 +26,7 @@ def check_parts(
     index: PrefixIndex,
     policy: WritePolicy,
     storage: StorageTier | None,
+    canary: Canary | None,
 ) -> None:
     """Refuse parts that do not belong together.
 
@@ -44,6 +46,9 @@ def check_parts(
     ]
     if storage is not None:
         rules += [("storage.host", storage.host is host, True), ("storage.index", storage.index is index, True)]
+        rules.append(("storage.canary", storage.canary is canary, True))
+    if canary is not None:
+        rules.append(("canary.host", canary.host is host, True))
     for argument, given, expected in rules:
         if given != expected:
             raise HostPoolError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from kv_pool.errors import CacheError, HitError, UnknownLayer
+from kv_pool.errors import CacheError, HitError
 from kv_pool.hicache._copies import Copies
 from kv_pool.hicache._device import DevicePages
 from kv_pool.hicache._parts import WritePolicy, bad_tokens, check_parts, no_storage
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kv_planner import PrefixIndex
 
     from kv_pool.allocator import PageAllocator
-    from kv_pool.hicache._inflight import Load
+    from kv_pool.hicache.canary import Canary
     from kv_pool.hicache.host_pool import HostPool, MirroredPool
     from kv_pool.hicache.storage import Prefetch, StorageTier
 
@@ -56,6 +56,7 @@ class HiCacheController:
         streams: Lanes for copies; `None` makes those of the pool's device.
         poison: Whether freed device pages are overwritten, so that a stale read shows.
         storage: The third level, over the same host pool and index; `None` for two levels.
+        canary: Checksums that are taken of every backed-up token and asked at every load; `None` for none.
 
     Raises:
         HostPoolError: Pools, allocator and index do not belong together, or the policy does not exist.
@@ -74,8 +75,9 @@ class HiCacheController:
         streams: Streams | None = None,
         poison: bool = True,
         storage: StorageTier | None = None,
+        canary: Canary | None = None,
     ) -> None:
-        check_parts(pool, allocator, host, index, policy, storage)
+        check_parts(pool, allocator, host, index, policy, storage, canary)
         self._page_size = pool.page_size
         self._index = index
         self._host = host
@@ -85,7 +87,7 @@ class HiCacheController:
         self._device = DevicePages(allocator, host, poison=poison)
         self._storage = storage
         backed_up = storage.back_up if storage is not None else None
-        self._copies = Copies(self._device, host, index, self._mover, self._streams, backed_up=backed_up)
+        self._copies = Copies(self._device, host, index, self._mover, self._streams, backed_up=backed_up, canary=canary)
         self._device_page: dict[int, int] = {}
         self._open: dict[int, Acquired] = {}
         self._count = dict.fromkeys(CacheCounters.__dataclass_fields__, 0)
@@ -99,6 +101,11 @@ class HiCacheController:
     def mover(self) -> Mover:
         """What moves the bytes."""
         return self._mover
+
+    @property
+    def host(self) -> HostPool:
+        """The host pool."""
+        return self._host
 
     @property
     def counters(self) -> CacheCounters:
@@ -170,7 +177,7 @@ class HiCacheController:
             device_hit=device_hit,
             pages=np.concatenate([hits, fresh]),
             lock=lock,
-            wait=self._wait_layer,
+            wait=self._copies.wait_layer,
             pending=[load for load in self._copies.loading() if np.isin(load.device_pages, hits).any()],
         )
         self._open[id(acquired)] = acquired
@@ -227,6 +234,7 @@ class HiCacheController:
 
         Raises:
             CacheError: The handle was loaded or has ended.
+            CanaryMismatch: Page `position` of the host's part is not what was backed up; `limit` to those before it.
             Exception: What the mover or device raised; then nothing counts as loaded, and the handle can be aborted.
         """
         acquired._expect("load", "acquired")
@@ -325,17 +333,6 @@ class HiCacheController:
         acquired.state = state
         del self._open[id(acquired)]
         self._count[state] += 1
-
-    def _wait_layer(self, load: Load, layer_id: int) -> None:
-        if layer_id not in load.layers:
-            raise UnknownLayer(
-                "layer_id",
-                given=layer_id,
-                expected=f"one of {list(self._copies.layers)}",
-                consequence="the wait would be for nothing",
-                remedy="pass the global layer id of a layer held here",
-            )
-        self._copies.wait_layer(load, layer_id)
 
     def _take(self, count: int) -> IntArray:
         self._make_room(count)

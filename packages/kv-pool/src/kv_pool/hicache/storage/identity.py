@@ -67,6 +67,7 @@ class StorageIdentity:
         tp_size: Tensor-parallel size, `None` when every rank holds all heads: then all of them share the pages.
         dcp: Decode-context-parallel rank and size.
         salt: Anything else that the operator wants to keep apart.
+        canary: Whether a checksum a token follows the components.
     """
 
     schema_version: int
@@ -79,9 +80,10 @@ class StorageIdentity:
     tp_size: int | None
     dcp: tuple[int, int]
     salt: str = ""
+    canary: bool = False
 
     @classmethod
-    def of(cls, host: HostPool, *, salt: str = "") -> StorageIdentity:
+    def of(cls, host: HostPool, *, salt: str = "", canary: bool = False) -> StorageIdentity:
         """Describe the pages of a host pool and of the device pool that it mirrors."""
         manifest = host.pool.manifest()
         layout, place = manifest.layout, manifest.placement
@@ -115,6 +117,7 @@ class StorageIdentity:
             None if whole else place.tp_size,
             (place.dcp_rank, place.dcp_size),
             salt,
+            canary,
         )
 
     @property

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kv_planner import PrefixIndex, PrefixLock
 
     from kv_pool.hicache.acquired import Namespace
+    from kv_pool.hicache.canary import Canary
     from kv_pool.hicache.host_pool import HostPool
     from kv_pool.hicache.storage.protocols import Pieces
 
@@ -120,6 +121,7 @@ class StorageTier:
         share: This rank and the number of ranks that hold the same pages (replicated heads): each page is written by
             one of them, see `owner_rank`. (0, 1) for pages that no other rank holds.
         salt: Kept apart from other tiers with the same layout.
+        canary: Checksums that travel with the pages: those of the cache, if it has any.
 
     Raises:
         HostPoolError: Another layout of the host, or numbers below 1.
@@ -137,6 +139,7 @@ class StorageTier:
         threads: int = 2,
         share: tuple[int, int] = (0, 1),
         salt: str = "",
+        canary: Canary | None = None,
     ) -> None:
         rules: list[tuple[str, object, object]] = [
             ("host.layout", host.layout, "page_first_direct"),
@@ -158,9 +161,12 @@ class StorageTier:
         self._threshold = threshold
         self._batch = batch
         self._rank, self._ranks = share
-        self._digest = StorageIdentity.of(host, salt=salt).digest
+        self._digest = StorageIdentity.of(host, salt=salt, canary=canary is not None).digest
         self._threads: Executor = ThreadPoolExecutor(threads, "kv-pool-storage") if threads else _Inline()
         self._bytes = [mirror.host.flatten(1).view(torch.uint8).numpy() for mirror in host.mirrors]
+        self._canary = canary
+        if canary is not None:
+            self._bytes.append(canary.rows)
         if isinstance(storage, RegistersMemory):
             storage.register([rows.reshape(-1) for rows in self._bytes])
         self._writes: deque[_Write] = deque()
@@ -176,6 +182,11 @@ class StorageTier:
     def index(self) -> PrefixIndex:
         """The index of the cache."""
         return self._index
+
+    @property
+    def canary(self) -> Canary | None:
+        """Checksums that travel with the pages."""
+        return self._canary
 
     @property
     def counters(self) -> StorageCounters:
