@@ -183,7 +183,7 @@ def test_a_prefill_side_that_is_not_whole_is_refused_to_all_its_ranks(desk: Desk
         receiver.wait_ready()
 
 
-def test_components_that_are_not_paged_are_refused_before_any_handshake() -> None:
+def test_components_of_single_tokens_are_refused_before_any_handshake() -> None:
     layout = kp.ModelLayout(
         [
             kp.ComponentSpec(
@@ -192,7 +192,7 @@ def test_components_that_are_not_paged_are_refused_before_any_handshake() -> Non
                 dtype="float32",
                 total_heads=1,
                 dims=4,
-                item_kind="request_row",
+                item_kind="token",
             )
         ],
         page_size=4,
@@ -212,7 +212,7 @@ def test_components_that_are_not_paged_are_refused_before_any_handshake() -> Non
     )
     manifest = kp.RankManifest(layout, kp.Placement(), [entry])
     engine = LoopbackEngine()
-    with pytest.raises(kt.UnsupportedLayout, match="'request_row'"):
+    with pytest.raises(kt.UnsupportedLayout, match="'token'"):
         kt.Receiver(manifest, engine, prefill_ranks=1)
     engine.close()
 

@@ -192,22 +192,6 @@ def test_data_parallel_groups_are_refused_by_name(groups: int) -> None:
         engine.close()
 
 
-def test_context_parallel_ranks_are_refused_at_the_handshake() -> None:
-    layout = make_layout(layers=1)
-    engines = LoopbackEngine(), LoopbackEngine()
-    shared = RankMemory(layout, ONE_LAYER, placement=kp.Placement(dcp_rank=1, dcp_size=2))
-    for here, there in ((whole(layout), shared), (shared, whole(layout))):
-        with (
-            kt.Receiver(here.manifest, engines[0], prefill_ranks=1, timeouts=FAST) as receiver,
-            kt.Sender(there.manifest, engines[1], endpoint=receiver.endpoint, timeouts=FAST) as sender,
-            pytest.raises(kt.PeerRefused, match=r"dcp_size|prefill_ranks") as caught,
-        ):
-            sender.connect()
-        assert caught.value.code in ("unsupported", "deployment")
-    for engine in engines:
-        engine.close()
-
-
 def _replicas(ranges: list[tuple[int, int]]) -> tuple[list[RankMemory], RankMemory]:
     layout = make_layout(layers=1)
     prefill = [

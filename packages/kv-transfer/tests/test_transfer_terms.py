@@ -151,9 +151,7 @@ def test_parts_are_checked() -> None:
 
 def test_a_state_of_a_part_that_is_not_sent_stands_in_nobodys_way() -> None:
     layout = make_layout(layers=1)
-    state = kp.ComponentSpec(
-        "state", "draft", layer_ids=[1], dtype="float32", total_heads=1, dims=4, item_kind="request_row"
-    )
+    state = kp.ComponentSpec("state", "draft", layer_ids=[1], dtype="float32", total_heads=1, dims=4, item_kind="token")
     both = kp.ModelLayout([*layout.components, state], page_size=4, fingerprint="model-a")
     memory = RankMemory(both, {("key", "target"): [0], ("value", "target"): [0]})
     engine = LoopbackEngine()

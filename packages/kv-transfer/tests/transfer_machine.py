@@ -200,7 +200,7 @@ class Transfers(RuleBasedStateMachine):
             return
         if opened is not None:
             peer.rooms[room] = opened
-            peer.unsent[room] = list(range(opened.pages))
+            peer.unsent[room] = list(range(opened.planner.pages))
 
     @rule(stage=st.integers(0, STAGES - 1), room=st.integers(0, ROOMS - 1), count=st.integers(1, 3))
     def send(self, stage: int, room: int, count: int) -> None:
@@ -212,7 +212,7 @@ class Transfers(RuleBasedStateMachine):
         chunk = peer.unsent[room][:count]
         source = use.sources[stage][chunk[0] : chunk[-1] + 1]
         try:
-            opened.send(opened.plan(source, chunk[0], None, None), self.now)
+            opened.send(opened.planner.chunk(source, chunk[0]), self.now)
         except TransferError:
             return
         del peer.unsent[room][: len(chunk)]

@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kv_transfer.aux_rows import AuxField as AuxField
     from kv_transfer.config import Limits as Limits
     from kv_transfer.config import Timeouts as Timeouts
     from kv_transfer.engine import EngineCapabilities as EngineCapabilities
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from kv_transfer.isolation import current_isolation as current_isolation
     from kv_transfer.isolation import enter_loopback_namespace as enter_loopback_namespace
     from kv_transfer.messages import PROTOCOL_VERSION as PROTOCOL_VERSION
+    from kv_transfer.ready import LayerMarks as LayerMarks
+    from kv_transfer.ready import Ready as Ready
     from kv_transfer.receiver import Receiver as Receiver
     from kv_transfer.receiver_room import TransferResult as TransferResult
     from kv_transfer.receiver_session import ReceiverSession as ReceiverSession
@@ -54,6 +57,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "aux_rows": ("AuxField",),
     "config": ("Limits", "Timeouts"),
     "engine": ("EngineCapabilities", "TransferEngine", "TransferHandle", "TransferState", "TransferStatus"),
     "errors": (
@@ -78,6 +82,7 @@ _HOMES = {
     "handshake": ("Rank",),
     "isolation": ("Isolation", "current_isolation", "enter_loopback_namespace"),
     "messages": ("PROTOCOL_VERSION",),
+    "ready": ("LayerMarks", "Ready"),
     "receiver": ("Receiver",),
     "receiver_session": ("ReceiverSession",),
     "receiver_room": ("TransferResult",),
@@ -91,11 +96,13 @@ _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "PROTOCOL_VERSION",
     "ArgumentError",
+    "AuxField",
     "CoverageError",
     "EngineCapabilities",
     "EngineError",
     "EngineUnavailable",
     "Isolation",
+    "LayerMarks",
     "Limits",
     "MessageTooLarge",
     "PageHeld",
@@ -104,6 +111,7 @@ __all__ = [
     "ProtocolError",
     "ProtocolVersionError",
     "Rank",
+    "Ready",
     "Receiver",
     "ReceiverSession",
     "ReceiverState",

@@ -56,11 +56,14 @@ class Limits:
         message_bytes: Longest control message; longer ones are refused unread.
         batches_in_flight: Batches that one session gives to its engine at a time.
         remembered_rooms: Ended rooms that a sender remembers, so that a late `open` is told why at once.
+        ready_step_bytes: Layers whose bytes become ready one by one are sent together until they are so many bytes:
+            smaller transfers cost as much time as this one. A short request goes in one piece.
     """
 
     message_bytes: int = 16 << 20
     batches_in_flight: int = 4
     remembered_rooms: int = 4096
+    ready_step_bytes: int = 256 << 10
 
     def __post_init__(self) -> None:
         """Refuses limits under one."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import kv_planner
 
@@ -24,6 +25,8 @@ __all__ = [
     "check_expected",
     "check_movable",
     "check_side",
+    "has_states",
+    "kept_by_all",
     "parse_manifest",
     "refusal_error",
     "refusal_message",
@@ -52,32 +55,69 @@ class Rank:
         return text + (f" dp{self.dp}" if self.dp else "")
 
 
+def kept_by_all(component: kv_planner.Component, part: kv_planner.Part) -> bool:
+    """Whether every context-parallel rank keeps all pages of a component, under the group's page numbers."""
+    return part == "draft" or component in ("index_key", "index_scale")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RouteSummary:
-    """What one rank has to deliver for one page.
+    """What one rank has to deliver for one page, and for one request.
 
     Attributes:
-        layers: In the order of the route, each once.
+        layers: Layers with pages, in the order of the route, each once.
         bytes_per_page: Over all layers and components.
+        states: Layers with a row a request.
+        bytes_per_request: Bytes of those rows.
+        bytes_kept_by_all: The part of `bytes_per_page` that each of several context-parallel ranks gets of every page.
     """
 
     layers: tuple[Layer, ...]
     bytes_per_page: int
+    states: tuple[Layer, ...] = ()
+    bytes_per_request: int = 0
+    bytes_kept_by_all: int = 0
 
     @classmethod
     def of(cls, route: kv_planner.Route) -> RouteSummary:
         """Adds up the pairs of a route."""
-        layers = dict.fromkeys((pair.part, pair.layer_id) for pair in route.pairs)
-        return cls(tuple(layers), sum(pair.rows * pair.row_bytes for pair in route.pairs))
+        found = []
+        for kind in ("page", "request_row"):
+            pairs = [pair for pair in route.pairs if pair.item_kind == kind]
+            layers = tuple(dict.fromkeys((pair.part, pair.layer_id) for pair in pairs))
+            found.append((layers, sum(pair.rows * pair.row_bytes for pair in pairs)))
+        shared = route.destination.placement.dcp_size > 1
+        pages = [pair for pair in route.pairs if pair.item_kind == "page"]
+        whole = sum(pair.rows * pair.row_bytes for pair in pages if shared and kept_by_all(pair.component, pair.part))
+        return cls(*found[0], *found[1], whole)
+
+    def nbytes(self, pages: int, own: int) -> int:
+        """Bytes of a request of `pages` pages, of which `own` are this decode rank's share."""
+        shared = self.bytes_per_page - self.bytes_kept_by_all
+        return shared * own + self.bytes_kept_by_all * pages + self.bytes_per_request
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to send."""
+        return not (self.layers or self.states)
+
+
+def has_states(manifest: kv_planner.RankManifest, parts: Iterable[kv_planner.Part]) -> bool:
+    """Whether a rank keeps a row a request in a component of `parts`."""
+    wanted, layout = set(parts), manifest.layout
+    return any(
+        entry.part in wanted and layout.spec(entry.component, entry.part).item_kind == "request_row"
+        for entry in manifest.entries
+    )
 
 
 def check_movable(manifest: kv_planner.RankManifest, parts: Iterable[kv_planner.Part]) -> None:
-    """Raises `UnsupportedLayout` when a component of `parts` is not organised in pages."""
+    """Raises `UnsupportedLayout` when a component of `parts` is organised neither in pages nor in request rows."""
     wanted = set(parts)
     for spec in manifest.layout.components:
-        if spec.part in wanted and spec.item_kind != "page":
+        if spec.part in wanted and spec.item_kind not in ("page", "request_row"):
             raise UnsupportedLayout(
-                f"{spec.part} {spec.component}: its items are {spec.item_kind!r}, only pages are moved",
+                f"{spec.part} {spec.component}: its items are {spec.item_kind!r}, only pages and rows are moved",
                 local=spec.item_kind,
                 consequence="it would be missing at the peer",
                 remedy="leave the component out of the layout, or move it by other means",
@@ -102,27 +142,22 @@ def parse_manifest(text: str, parts: Iterable[kv_planner.Part]) -> kv_planner.Ra
 
 
 def agree_pair(
-    local: kv_planner.RankManifest, remote: kv_planner.RankManifest, parts: Sequence[kv_planner.Part]
+    prefill: kv_planner.RankManifest,
+    decode: kv_planner.RankManifest,
+    parts: Sequence[kv_planner.Part],
+    *,
+    here: Literal["prefill", "decode"],
 ) -> kv_planner.Agreement:
-    """Agreement of two ranks on `parts`, source = local.
+    """Agreement of two ranks on `parts`; `here` is this side.
 
     Raises:
-        PeerRefused: With every difference, seen from here; a rank that lacks what its placement says is one. Or a side
-            spreads a request's pages over context-parallel ranks, which sessions do not follow.
+        PeerRefused: With every difference, seen from here; a rank that lacks what its placement says is one.
     """
-    for manifest in (local, remote):
-        if manifest.placement.dcp_size > 1:
-            raise PeerRefused(
-                f"dcp_size: rank {Rank.of(manifest)} holds one of {manifest.placement.dcp_size} shares of every "
-                f"request; sessions number a request's pages as if one rank had them all",
-                code=RefusalCode.UNSUPPORTED.value,
-                remedy="use a side without context parallelism; kv_planner.page_interleaved plans such a transfer",
-            )
-    return _agree(local, remote, parts)
+    return _agree(prefill, decode, parts, here)
 
 
 def agree_whole(
-    local: kv_planner.RankManifest,
+    decode: kv_planner.RankManifest,
     prefill: Sequence[kv_planner.RankManifest],
     parts: Sequence[kv_planner.Part],
 ) -> kv_planner.Agreement:
@@ -140,14 +175,14 @@ def agree_whole(
         raise PeerRefused(
             f"the prefill side of ranks {ranks} is not whole: {error}", code=RefusalCode.DEPLOYMENT.value
         ) from error
-    return _agree(local, deployment, parts).reversed()
+    return _agree(deployment, decode, parts, "decode")
 
 
 def check_side(manifest: kv_planner.RankManifest, prefill_ranks: int) -> None:
     """Compares the size of a rank's side with what the receiver waits for.
 
     Raises:
-        PeerRefused: Another number of ranks, or more than one data-parallel group.
+        PeerRefused: Another number of ranks, more than one data-parallel group, or shares of requests.
     """
     rank, place = Rank.of(manifest), manifest.placement
     if place.dp_size > 1:
@@ -156,6 +191,13 @@ def check_side(manifest: kv_planner.RankManifest, prefill_ranks: int) -> None:
             f"which group has a request would be unknown",
             code=RefusalCode.DEPLOYMENT.value,
             remedy="take each group for a prefill side of its own, with its Receivers: Placement(dp_rank=0, dp_size=1)",
+        )
+    if place.dcp_size > 1:
+        raise PeerRefused(
+            f"dcp_size: prefill rank {rank} holds one of {place.dcp_size} shares of every request; pages go from whole "
+            f"requests to shares, never from shares",
+            code=RefusalCode.UNSUPPORTED.value,
+            remedy="use a prefill side without context parallelism of the KV",
         )
     world = place.pp_size * place.tp_size * place.dcp_size
     if world != prefill_ranks:
@@ -178,8 +220,10 @@ def check_expected(rank: Rank, own: RouteSummary, expected: RouteSummary) -> Non
     pairs = [
         ("layers", _names(own.layers), _names(expected.layers)),
         ("bytes per page", str(own.bytes_per_page), str(expected.bytes_per_page)),
+        ("layers with states", _names(own.states), _names(expected.states)),
+        ("bytes of states per request", str(own.bytes_per_request), str(expected.bytes_per_request)),
     ]
-    if expected.layers and any(local != remote for _, local, remote in pairs):
+    if not expected.is_empty and any(local != remote for _, local, remote in pairs):
         records = [
             DifferenceRecord(
                 field=f"{what} that rank {rank} sends",
@@ -234,19 +278,21 @@ def refusal_error(message: Refusal, by: str) -> PeerRefused:
 
 
 def _agree(
-    local: kv_planner.RankManifest,
-    remote: kv_planner.RankManifest | kv_planner.Deployment,
+    prefill: kv_planner.RankManifest | kv_planner.Deployment,
+    decode: kv_planner.RankManifest,
     parts: Sequence[kv_planner.Part],
+    here: Literal["prefill", "decode"],
 ) -> kv_planner.Agreement:
+    # Always from prefill to decode: one prefill rank can send to several that share a request, and not the other way.
     try:
-        return kv_planner.agree(local, remote, parts=parts)
+        return kv_planner.agree(prefill, decode, parts=parts)
     except kv_planner.LayoutMismatch as error:
-        raise _mismatch(error) from error
+        raise _mismatch(error, turned=here == "decode") from error
     except kv_planner.PlanError as error:
         raise PeerRefused(f"the two sides cannot be paired: {error}", code=RefusalCode.LAYOUT.value) from error
 
 
-def _mismatch(error: kv_planner.LayoutMismatch) -> PeerRefused:
+def _mismatch(error: kv_planner.LayoutMismatch, *, turned: bool = False) -> PeerRefused:
     records = tuple(
         DifferenceRecord(
             field=_clip(str(difference.field)),
@@ -260,7 +306,7 @@ def _mismatch(error: kv_planner.LayoutMismatch) -> PeerRefused:
     return PeerRefused(
         f"the layouts or buffers of the two sides do not fit ({len(records)} difference{'s' * (len(records) > 1)})",
         code=RefusalCode.LAYOUT.value,
-        differences=records,
+        differences=tuple(record.swapped() for record in records) if turned else records,
     )
 
 

@@ -10,6 +10,7 @@ import enum
 import json
 from typing import Annotated, Final, Literal
 
+import kv_planner
 import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, StringConstraints, TypeAdapter
 
@@ -46,8 +47,10 @@ _Session = Annotated[str, StringConstraints(min_length=1, max_length=SESSION_CHA
 _Text = Annotated[str, StringConstraints(max_length=65_536)]
 _Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 _Generation = Annotated[int, Field(ge=1, le=2**63 - 1)]
+_Width = Annotated[int, Field(ge=1, le=2**31 - 1)]
 _Process = Annotated[str, StringConstraints(max_length=256)]
 _Layers = Annotated[tuple[tuple[Literal["target", "draft"], _Count], ...], Field(strict=False)]
+_Aux = Annotated[tuple[tuple[_Name, kv_planner.DType, _Width], ...], Field(strict=False, max_length=1024)]
 _Parts = Annotated[tuple[Literal["target", "draft"], ...], Field(strict=False, min_length=1, max_length=2)]
 
 
@@ -109,6 +112,7 @@ class Hello(_Message):
         manifest: A `kv_planner.RankManifest` as JSON.
         process: The process that its engine cannot leave; empty when it reaches others.
         parts: Parts of the model that it sends.
+        aux: Auxiliary rows of a request: (name, dtype, width).
     """
 
     type: Literal["hello"] = "hello"
@@ -117,6 +121,7 @@ class Hello(_Message):
     manifest: str
     process: _Process = ""
     parts: _Parts = ("target", "draft")
+    aux: _Aux = ()
 
 
 class Welcome(_Message):
@@ -129,6 +134,7 @@ class Welcome(_Message):
     incarnation: _Generation
     process: _Process = ""
     parts: _Parts = ("target", "draft")
+    aux: _Aux = ()
 
 
 class Agreed(_Message):
@@ -154,6 +160,8 @@ class Ready(_Message):
         sends: Whether this one has anything to send.
         layers: What the receiver waits for from this one: (part, layer id).
         bytes_per_page: Bytes of it for one page, over all layers and components.
+        states: Layers of which it waits for a row a request.
+        bytes_per_request: Bytes of those rows.
     """
 
     type: Literal["ready"] = "ready"
@@ -161,10 +169,18 @@ class Ready(_Message):
     sends: bool
     layers: _Layers
     bytes_per_page: _Count
+    states: _Layers = ()
+    bytes_per_request: _Count = 0
 
 
 class Offer(_Message):
-    """Receiver's pages of a room; page first_page + i of the request belongs into pages[i]."""
+    """Receiver's pages of a room; page first_page + i of the request belongs into pages[i].
+
+    Where context-parallel ranks share a request, page first_page + i belongs into pages[i // size] of rank i % size.
+
+    Attributes:
+        row: Where its states belong; None where the layout has none.
+    """
 
     type: Literal["offer"] = "offer"
     room: _Count
@@ -172,10 +188,17 @@ class Offer(_Message):
     pages: tuple[_Count, ...] = Field(strict=False)
     tokens: _Count
     first_page: _Count = 0
+    row: _Count | None = None
 
 
 class Done(_Message):
-    """Sender's good end of a room: nothing more is written, and everything was."""
+    """Sender's good end of a room: nothing more is written, and everything was.
+
+    Attributes:
+        nbytes: Bytes of pages and states.
+        pages: Pages of the request from the first offered one on.
+        rows: Auxiliary rows in base64; empty on a rank that has none.
+    """
 
     type: Literal["done"] = "done"
     room: _Count
@@ -184,7 +207,9 @@ class Done(_Message):
     blocks: _Count
     pages: _Count
     layers: tuple[tuple[_Name, _Count], ...] = Field(strict=False)
+    states: tuple[tuple[_Name, _Count], ...] = Field(default=(), strict=False)
     metadata: Annotated[dict[str, JsonValue], AfterValidator(_finite)]
+    rows: dict[_Name, str] = {}
 
 
 class Aborted(_Message):

@@ -1,4 +1,4 @@
-"""Which room holds which destination page: a page is offered to the writers of one room at a time.
+"""Which room holds which destination page or row: each is offered to the writers of one room at a time.
 
 Counts no references and knows no pool: allocating pages is the caller's.
 """
@@ -13,35 +13,39 @@ __all__ = ["PageHolds"]
 
 
 class PageHolds:
-    """The pages of all rooms of one receiver.
+    """The pages and rows of all rooms of one receiver.
 
-    Invariant: a page has one room, from `take` until `give`.
+    Invariant: a page or row has one room, from `take` until `give`.
     """
 
     def __init__(self) -> None:
-        """No page is held."""
-        self._rooms: dict[int, str] = {}
+        """Nothing is held."""
+        self._rooms: dict[tuple[str, int], str] = {}
 
-    def take(self, room: str, pages: Iterable[int]) -> None:
-        """Gives all pages to `room`, or none.
+    def take(self, room: str, pages: Iterable[int], rows: Iterable[int] = ()) -> None:
+        """Gives all pages and rows to `room`, or none.
 
         Raises:
             PageHeld: A room holds one of them; the first is named.
         """
-        wanted = tuple(pages)
-        for page in wanted:
-            holder = self._rooms.get(page)
+        wanted = _things(pages, rows)
+        for kind, number in wanted:
+            holder = self._rooms.get((kind, number))
             if holder is not None:
                 raise PageHeld(
-                    f"destination_pages: page {page} is held by {holder}",
-                    page=page,
+                    f"destination_{kind}{'s' * (kind == 'page')}: {kind} {number} is held by {holder}",
+                    page=number,
                     holder=holder,
                     consequence=f"writers of both rooms could write into it; {room} was not opened",
                     remedy="offer it again when the session that holds it says pages_released",
                 )
         self._rooms.update(dict.fromkeys(wanted, room))
 
-    def give(self, pages: Iterable[int]) -> None:
-        """Frees the pages of a room that has ended."""
-        for page in pages:
-            del self._rooms[page]
+    def give(self, pages: Iterable[int], rows: Iterable[int] = ()) -> None:
+        """Frees what a room held that has ended."""
+        for thing in _things(pages, rows):
+            del self._rooms[thing]
+
+
+def _things(pages: Iterable[int], rows: Iterable[int]) -> tuple[tuple[str, int], ...]:
+    return (*(("page", page) for page in pages), *(("row", row) for row in rows))

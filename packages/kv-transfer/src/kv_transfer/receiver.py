@@ -16,11 +16,19 @@ import numpy.typing as npt
 import zmq
 
 from kv_transfer.arguments import check_seconds, check_whole
+from kv_transfer.aux_rows import AuxField, check_fields
 from kv_transfer.config import Limits, Timeouts
 from kv_transfer.engine import TransferEngine
 from kv_transfer.engine_check import require_engine
-from kv_transfer.errors import PeerRefused, SessionStateError, TransferAborted, TransferError, TransferTimeout
-from kv_transfer.handshake import Rank, check_movable
+from kv_transfer.errors import (
+    ArgumentError,
+    PeerRefused,
+    SessionStateError,
+    TransferAborted,
+    TransferError,
+    TransferTimeout,
+)
+from kv_transfer.handshake import Rank, check_movable, has_states
 from kv_transfer.loop import Endpoint
 from kv_transfer.receiver_core import ReceiverCore
 from kv_transfer.receiver_room import ReceiverRoom
@@ -41,15 +49,17 @@ class Receiver(Endpoint):
         bind: ZeroMQ address; loopback and a free port by default. A taken port is an error.
         prefill_ranks: How many distinct prefill ranks there are.
         parts: Parts of the model to receive; the senders must say the same. Memory of other parts is not registered.
+        aux: Auxiliary rows of a request (first token, log-probabilities, hidden states) that a sender brings with its
+            last message; the senders must say the same.
         timeouts: Time limits.
         limits: Size limits.
         secret: Known to all ends of the deployment: control messages are sealed with it, and nobody without it is
             heard. None: in the clear, for networks where everybody is trusted.
 
     Raises:
-        ArgumentError: The secret is too short.
+        ArgumentError: The secret is too short, or two auxiliary rows have one name.
         ValueError: The address cannot be bound, or there are no prefill ranks or parts.
-        UnsupportedLayout: A component is not organised in pages.
+        UnsupportedLayout: A component is organised neither in pages nor in request rows.
         EngineError: The engine refused the memory, or is none of this version.
     """
 
@@ -61,6 +71,7 @@ class Receiver(Endpoint):
         bind: str = "tcp://127.0.0.1:0",
         prefill_ranks: int,
         parts: Iterable[kv_planner.Part] = ALL_PARTS,
+        aux: Iterable[AuxField] = (),
         timeouts: Timeouts | None = None,
         limits: Limits | None = None,
         secret: str | None = None,
@@ -71,9 +82,11 @@ class Receiver(Endpoint):
             raise ValueError(f"prefill_ranks: expected at least 1, got {prefill_ranks}")
         require_engine(engine)
         self._parts = check_parts(parts)
+        fields = check_fields(aux)
         check_movable(manifest, self._parts)
+        self._has_states = has_states(manifest, self._parts)
         regions = register_manifest(engine, manifest, self._parts)
-        terms = Terms.of(engine, self._parts)  # after the memory, which a session may name
+        terms = Terms.of(engine, self._parts, fields)  # after the memory, which a session may name
         super().__init__(f"kv-transfer-receiver-{Rank.of(manifest)}", timeouts or Timeouts(), limits or Limits())
         self._manifest = manifest
         self._engine = engine
@@ -170,6 +183,7 @@ class Receiver(Endpoint):
         *,
         tokens: int | None = None,
         first_page: int = 0,
+        row: int | None = None,
         timeout: float | None = None,
     ) -> ReceiverSession:
         """Offers pages for a request to all prefill ranks that have something to send.
@@ -181,10 +195,13 @@ class Receiver(Endpoint):
             tokens: Tokens of the whole prompt; when given, its pages from `first_page` on must be exactly these.
             first_page: Index of the first of these pages within the request: the pages before it are here already, by a
                 prefix hit. It travels in the offer; the sender's `start` counts from the prompt's first page.
+            row: Row of this rank's pool for the states of the request; needed where the layout has components with a
+                row a request, and only there.
             timeout: Seconds until the room is given up; `Timeouts.transfer` by default.
 
         Raises:
-            ArgumentError: `room`, `tokens`, `first_page` or `timeout` is no number of its kind, or out of range.
+            ArgumentError: `room`, `tokens`, `first_page`, `row` or `timeout` is no number of its kind or out of range;
+                or `tokens` is not given to one of several context-parallel ranks.
             PageHeld: Another room holds one of the pages, or a writer of a room that has ended.
             kv_planner.PlanError: Reserved, negative or doubled pages.
             ValueError: Pages outside the pool, or not as many as the tokens need.
@@ -199,11 +216,12 @@ class Receiver(Endpoint):
         if pages.size == 0:
             pages = pages.astype(np.int64)
         kv_planner.Runs(pages, pages)
+        row = self._check_row(row)
         self._check_pages(pages, tokens, first_page)
         count = (first_page + len(pages)) * self._manifest.layout.page_size if tokens is None else tokens
         with self.lock:
             self._require_running()
-            opened = self._core.open_room(room, pages.tolist(), count, time.monotonic(), seconds, first_page)
+            opened = self._core.open_room(room, pages.tolist(), count, time.monotonic(), seconds, first_page, row)
             self.wake()
         return ReceiverSession(self, opened, self._abort)
 
@@ -261,9 +279,38 @@ class Receiver(Endpoint):
             self._core.fail_room(room, error)
             self.wake()
 
+    def _check_row(self, row: int | None) -> int | None:
+        if (row is None) is self._has_states:
+            raise ArgumentError(
+                f"row: the layout has {'components' if self._has_states else 'no component'} with a row a request, "
+                f"got {row!r}",
+                local=row,
+                consequence="the states of the request would be missing" if self._has_states else "nothing was offered",
+                remedy="give the row of the request in this rank's pool, where the layout has states and only there",
+            )
+        if row is None:
+            return None
+        row = check_whole("row", row, self._items("request_row") - 1)
+        kv_planner.Runs([row], [row], item_kind="request_row")
+        return row
+
+    def _items(self, kind: kv_planner.ItemKind) -> int:
+        """Items that every buffer of a kind has; 0 without one."""
+        layout = self._manifest.layout
+        found = (
+            entry.items
+            for entry in self._manifest.entries
+            if entry.part in self._parts
+            and entry.item_bytes
+            and layout.spec(entry.component, entry.part).item_kind == kind
+        )
+        return min(found, default=0)
+
     def _check_pages(self, pages: npt.NDArray[np.integer], tokens: int | None, first_page: int) -> None:
-        page_size = self._manifest.layout.page_size
-        if tokens is not None:
+        page_size, size = self._manifest.layout.page_size, self._manifest.placement.dcp_size
+        if size > 1:
+            self._check_shares(len(pages), tokens, first_page, size)
+        elif tokens is not None:
             needed = kv_planner.page_count(tokens, page_size)
             if needed != first_page + len(pages):
                 raise ValueError(
@@ -271,13 +318,29 @@ class Receiver(Endpoint):
                     f"page {first_page} on; pages would be missing or left undefined; give "
                     f"page_count(tokens, page_size) - first_page pages"
                 )
-        entries = (entry for entry in self._manifest.entries if entry.part in self._parts and entry.item_bytes)
-        items = min((entry.items for entry in entries), default=0)
+        items = self._items("page")
         top = int(pages.max()) if len(pages) else 0
         if top >= items and len(pages):
             raise ValueError(
                 f"destination_pages: page {top} is outside the pool of {items} pages; nothing was offered; "
                 f"use pages of this rank's allocator"
+            )
+
+    def _check_shares(self, pages: int, tokens: int | None, first_page: int, size: int) -> None:
+        if tokens is None or first_page % size:
+            raise ArgumentError(
+                f"tokens, first_page: {size} context-parallel ranks share a request; got tokens {tokens}, "
+                f"first_page {first_page}",
+                local=first_page,
+                consequence="nobody would know which pages are this rank's",
+                remedy=f"give the tokens of the whole prompt, and a first_page that is a multiple of {size}",
+            )
+        needed = -(-(kv_planner.page_count(tokens, self._manifest.layout.page_size) - first_page) // size)
+        if needed != pages:
+            raise ValueError(
+                f"destination_pages: {tokens} tokens from page {first_page} on need {needed} pages on each of {size} "
+                f"context-parallel ranks, got {pages}; pages would be missing or left undefined; give one page for "
+                f"every {size} pages of the request, rounded up"
             )
 
     def _watches_connection(self) -> bool:

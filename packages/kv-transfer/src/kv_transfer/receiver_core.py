@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import kv_planner
 
+from kv_transfer.chunks import pages_of
 from kv_transfer.config import Limits, Timeouts
 from kv_transfer.errors import (
     MessageTooLarge,
@@ -45,7 +46,6 @@ from kv_transfer.messages import (
     Ready,
     Refusal,
     RefusalCode,
-    Welcome,
     decode,
     encode,
 )
@@ -93,17 +93,13 @@ class ReceiverCore:
         self._timeouts = timeouts
         self._limits = limits
         self._peers: dict[bytes, Peer] = {}
-        self._ready = False
+        self.is_ready = False
+        """Whether all prefill ranks are there and fit together."""
         self._lost: dict[Rank, PeerLost] = {}
         self._second_hellos: list[tuple[float, bytes, Hello]] = []
         self._generation = 0
         self._holds = PageHolds()
         self._incarnation = 0
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether all prefill ranks are there and fit together."""
-        return self._ready
 
     @property
     def members(self) -> tuple[Rank, ...]:
@@ -178,28 +174,39 @@ class ReceiverCore:
         self._collect()
 
     def open_room(
-        self, room: int, pages: Sequence[int], tokens: int, now: float, timeout: float, first_page: int = 0
+        self,
+        room: int,
+        pages: Sequence[int],
+        tokens: int,
+        now: float,
+        timeout: float,
+        first_page: int = 0,
+        row: int | None = None,
     ) -> ReceiverRoom:
         """Offers pages to every rank that has something to send.
 
         Raises:
             PeerLost: A prefill rank is gone.
             SessionStateError: Not ready, or the room is still held by an earlier use.
-            PageHeld: A room holds one of the pages.
+            PageHeld: A room holds one of the pages, or the row.
             MessageTooLarge: The offer does not fit into a message.
         """
         self._require_free(room, "wait until its pages are released, or use another room")
         generation = self._generation + 1
-        offer = Offer(room=room, generation=generation, pages=tuple(pages), tokens=tokens, first_page=first_page)
+        offer = Offer(
+            room=room, generation=generation, pages=tuple(pages), tokens=tokens, first_page=first_page, row=row
+        )
         encode(offer, self._limits)
-        self._holds.take(f"room {room} (generation {generation})", offer.pages)
+        name = f"room {room} (generation {generation})"
+        self._holds.take(name, offer.pages, () if row is None else (row,))
         self._generation += 1
         writers = {
             peer.rank: Writer(identity, peer.summary)
             for identity, peer in self._peers.items()
-            if peer.phase is PeerPhase.MEMBER and peer.summary is not None and peer.summary.layers
+            if peer.phase is PeerPhase.MEMBER and peer.summary is not None and not peer.summary.is_empty
         }
-        opened = ReceiverRoom(offer, writers, now, timeout)
+        shares = pages_of(offer, self._manifest.placement, self._manifest.layout.page_size)
+        opened = ReceiverRoom(offer, writers, now, timeout, shares, self._terms.aux)
         self.rooms[room] = opened
         self._collect()
         return opened
@@ -214,7 +221,7 @@ class ReceiverCore:
         self._require_free(room, "abort its session")
         self._generation += 1
         for identity, peer in self._peers.items():
-            if peer.phase is PeerPhase.MEMBER and peer.summary is not None and peer.summary.layers:
+            if peer.phase is PeerPhase.MEMBER and peer.summary is not None and not peer.summary.is_empty:
                 self._post(identity, Abort(room=room, generation=self._generation, reason=reason[:4096]))
 
     def missing(self) -> str:
@@ -231,7 +238,7 @@ class ReceiverCore:
         """Gives every room up; `open_room` raises `error` from now on."""
         if self.closed is None:
             self.closed = error
-        self._ready = False
+        self.is_ready = False
         for room in self.rooms.values():
             room.fail(error)
         self._collect()
@@ -260,21 +267,11 @@ class ReceiverCore:
                     code=RefusalCode.RANK_TAKEN.value,
                     remedy="give each prefill process its own rank, or end the first one",
                 )
-        agree_pair(self._manifest, manifest, self._terms.parts)
+        agree_pair(manifest, self._manifest, self._terms.parts, here="decode")
         machine = StateMachine(f"peer {rank}", PEER_STEPS, PeerPhase.WELCOMED)
         self._peers[identity] = Peer(rank, manifest, machine, Silence(self._timeouts, now))
         self._incarnation += 1
-        self._post(
-            identity,
-            Welcome(
-                engine=self._terms.engine,
-                session=self._terms.session,
-                manifest=self._manifest.to_json(),
-                incarnation=self._incarnation,
-                process=self._terms.process,
-                parts=self._terms.parts,
-            ),
-        )
+        self._post(identity, self._terms.welcome(self._manifest, self._incarnation))
 
     def _retry_hellos(self, now: float) -> None:
         """A rank that was there already has been probed meanwhile: its place is free now, or really taken."""
@@ -328,12 +325,14 @@ class ReceiverCore:
             self._peers[identity].summary = summary
             ready = Ready(
                 ranks=len(members),
-                sends=bool(summary.layers),
+                sends=not summary.is_empty,
                 layers=summary.layers,
                 bytes_per_page=summary.bytes_per_page,
+                states=summary.states,
+                bytes_per_request=summary.bytes_per_request,
             )
             self._post(identity, ready)
-        self._ready = True
+        self.is_ready = True
 
     def _refuse(self, identity: bytes, error: PeerRefused) -> None:
         if error.code != RefusalCode.UNEXPECTED.value:
@@ -352,7 +351,7 @@ class ReceiverCore:
         was_member = peer.phase is PeerPhase.MEMBER
         peer.machine.to(phase)
         if was_member:
-            self._ready = False
+            self.is_ready = False
             self._lost[peer.rank] = lost_error(peer.rank, why)
             for room in self.rooms.values():
                 rank = room.rank_of(identity)
@@ -372,7 +371,7 @@ class ReceiverCore:
     def _require_free(self, room: int, remedy: str) -> None:
         if self.closed is not None:
             raise self.closed
-        if not self._ready:
+        if not self.is_ready:
             for error in self._lost.values():
                 raise error
             raise SessionStateError(f"not ready: {self.missing()}", remedy="call wait_ready() first")
@@ -388,7 +387,7 @@ class ReceiverCore:
                 identity, message = room.outgoing.popleft()
                 self._post(identity, message)
             if room.is_terminal:
-                self._holds.give(room.offer.pages)
+                self._holds.give(room.offer.pages, () if room.offer.row is None else (room.offer.row,))
                 del self.rooms[number]
 
     def _post(self, identity: bytes, message: Message) -> None:

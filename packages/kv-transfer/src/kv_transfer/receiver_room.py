@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pydantic import JsonValue
 
-from kv_transfer.errors import ProtocolError, TransferAborted, TransferError
+from kv_transfer.aux_rows import AuxField, unpack
+from kv_transfer.errors import ArgumentError, ProtocolError, TransferAborted, TransferError
 from kv_transfer.handshake import Rank, RouteSummary
 from kv_transfer.messages import Abort, Accepted, Done, Offer
 from kv_transfer.states import RECEIVER_STEPS, ReceiverState, StateMachine
@@ -30,6 +31,7 @@ class TransferResult:
         generation: Which use of the number this was.
         tokens: As given to `open`, of the whole prompt.
         pages: Pages that were offered.
+        rows: Auxiliary rows by name, of the first rank that had them; empty where none are declared.
         nbytes: Bytes over all ranks.
         blocks: Blocks over all ranks.
         metadata: What each rank passed to `finish`.
@@ -42,6 +44,7 @@ class TransferResult:
     nbytes: int
     blocks: int
     metadata: Mapping[Rank, Mapping[str, JsonValue]]
+    rows: Mapping[str, bytes]
 
 
 class _Hold(enum.Enum):
@@ -75,11 +78,24 @@ class ReceiverRoom:
         writers: Ranks with a route that is not empty.
         started: Time at which it was opened, monotonic seconds.
         timeout: Seconds until it is given up.
+        shares: Pages of the request over all ranks that share it, and pages that land here.
+        aux: Auxiliary rows that one of the writers must bring.
     """
 
-    def __init__(self, offer: Offer, writers: Mapping[Rank, Writer], started: float, timeout: float) -> None:
+    def __init__(
+        self,
+        offer: Offer,
+        writers: Mapping[Rank, Writer],
+        started: float,
+        timeout: float,
+        shares: tuple[int, int],
+        aux: Sequence[AuxField] = (),
+    ) -> None:
         """Opens the room and offers its pages to every writer."""
         self.offer = offer
+        self._pages, self._own_pages = shares
+        self._aux = tuple(aux)
+        self._rows: dict[Rank, dict[str, bytes]] = {}
         self.writers = dict(writers)
         self.timeout = timeout
         self.deadline = started + timeout
@@ -127,7 +143,7 @@ class ReceiverRoom:
             return
         writer.hold = _Hold.DONE
         if self.state is ReceiverState.OPEN:
-            fault = self._fault(writer, message)
+            fault = self._fault(rank, writer, message)
             if fault is not None:
                 self.fail(ProtocolError(f"{self.name}: rank {rank}: {fault}", consequence="the room is given up"))
             else:
@@ -169,15 +185,28 @@ class ReceiverRoom:
                 self.outgoing.append((writer.peer, message))
         self._release_if_quiet()
 
-    def _fault(self, writer: Writer, message: Done) -> str | None:
-        pages = len(self.offer.pages)
-        expected = writer.summary.bytes_per_page * pages
+    def _fault(self, rank: Rank, writer: Writer, message: Done) -> str | None:
+        pages, summary = self._pages, writer.summary
+        expected = summary.nbytes(pages, self._own_pages)
         if message.pages != pages:
             return f"it sent {message.pages} pages, {pages} were offered"
-        if set(message.layers) != set(writer.summary.layers) or len(message.layers) != len(writer.summary.layers):
-            return f"it sent layers {message.layers}, its route holds {writer.summary.layers}"
+        for what, sent, held in (
+            ("layers", message.layers, summary.layers),
+            ("states of layers", message.states, summary.states),
+        ):
+            if set(sent) != set(held) or len(sent) != len(held):
+                return f"it sent {what} {sent}, its route holds {held}"
         if message.nbytes != expected:
             return f"it sent {message.nbytes} bytes, its route holds {expected} for {pages} pages"
+        try:
+            rows = unpack(self._aux, message.rows)
+        except ArgumentError as error:
+            return str(error)
+        if rows:
+            self._rows[rank] = rows
+        last = all(other.done is not None for other in self.writers.values() if other is not writer)
+        if self._aux and last and not self._rows:
+            return f"the last of all ranks ended, and none brought {', '.join(map(str, self._aux))}"
         return None
 
     def _complete_if_done(self) -> None:
@@ -191,6 +220,7 @@ class ReceiverRoom:
             pages=len(self.offer.pages),
             nbytes=sum(message.nbytes for message in done.values()),
             blocks=sum(message.blocks for message in done.values()),
+            rows=self._rows[min(self._rows)] if self._rows else {},
             metadata={rank: message.metadata for rank, message in sorted(done.items())},
         )
         self._machine.to(ReceiverState.COMPLETE)

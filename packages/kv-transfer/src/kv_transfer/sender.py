@@ -14,6 +14,7 @@ import kv_planner
 import zmq
 
 from kv_transfer.arguments import check_endpoint, check_seconds, check_whole
+from kv_transfer.aux_rows import AuxField, check_fields
 from kv_transfer.config import Limits, Timeouts
 from kv_transfer.engine import TransferEngine
 from kv_transfer.engine_check import require_engine
@@ -39,14 +40,15 @@ class Sender(Endpoint):
         endpoint: The receiver's `endpoint`.
         parts: Parts of the model to send; the receiver must say the same. ["target"] lets a prefill side without a
             draft serve a decode side with one.
+        aux: Auxiliary rows of a request (first token, log-probabilities, hidden states); as at the receiver.
         timeouts: Time limits.
         limits: Size limits.
         secret: As at the receiver.
 
     Raises:
-        ArgumentError: The secret is too short, or the endpoint is no ZeroMQ address.
+        ArgumentError: The secret is too short, the endpoint is no ZeroMQ address, or two auxiliary rows have one name.
         ValueError: The parts are none.
-        UnsupportedLayout: A component is not organised in pages.
+        UnsupportedLayout: A component is organised neither in pages nor in request rows.
         EngineError: The engine refused the memory, or is none of this version.
     """
 
@@ -57,6 +59,7 @@ class Sender(Endpoint):
         *,
         endpoint: str,
         parts: Iterable[kv_planner.Part] = ALL_PARTS,
+        aux: Iterable[AuxField] = (),
         timeouts: Timeouts | None = None,
         limits: Limits | None = None,
         secret: str | None = None,
@@ -66,6 +69,7 @@ class Sender(Endpoint):
         self._secret = check_secret(secret)
         check_endpoint(endpoint)
         self._parts = check_parts(parts)
+        self._aux = check_fields(aux)
         check_movable(manifest, self._parts)
         regions = register_manifest(engine, manifest, self._parts)
         super().__init__(f"kv-transfer-sender-{Rank.of(manifest)}", timeouts or Timeouts(), limits or Limits())
@@ -113,7 +117,8 @@ class Sender(Endpoint):
             if self._core is not None and not self._core.is_over:
                 raise SessionStateError("the sender is connected", local=self._core.phase.value)
         self._stop()
-        core = SenderCore(self._manifest, self._engine, self._timeouts, self._limits, time.monotonic(), self._parts)
+        now = time.monotonic()
+        core = SenderCore(self._manifest, self._engine, self._timeouts, self._limits, now, self._parts, self._aux)
         try:
             with self.lock:
                 self._launch(zmq.DEALER, self._attach)
@@ -234,7 +239,8 @@ class Sender(Endpoint):
         return True
 
     def _progress_on_poll(self) -> bool:
-        return self._engine.capabilities.progress_on_poll
+        # Without batches there is nothing to poll for: layers that are being computed are asked about at leisure.
+        return self._engine.capabilities.progress_on_poll and self._core is not None and self._core.moves_bytes
 
     def _receive(self, parts: list[bytes], now: float) -> None:
         if self._core is not None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import kv_planner
 
+from kv_transfer.aux_rows import AuxField
 from kv_transfer.config import Limits, Timeouts
 from kv_transfer.engine import TransferEngine
 from kv_transfer.errors import (
@@ -38,7 +39,6 @@ from kv_transfer.messages import (
     Agreed,
     Bye,
     Heartbeat,
-    Hello,
     Message,
     Offer,
     Ready,
@@ -66,6 +66,7 @@ class SenderCore:
         limits: Sizes.
         now: Monotonic seconds.
         parts: Parts of the model that are sent.
+        aux: Auxiliary rows of a request.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class SenderCore:
         limits: Limits,
         now: float,
         parts: Sequence[kv_planner.Part] = ALL_PARTS,
+        aux: Sequence[AuxField] = (),
     ) -> None:
         """Greets the receiver."""
         self.rank = Rank.of(manifest)
@@ -84,6 +86,7 @@ class SenderCore:
         self.rooms: dict[int, SenderRoom] = {}
         self.sends_nothing = False
         self.late_messages = 0
+        self.moves_bytes = False
         self._manifest = manifest
         self._engine = engine
         self._timeouts = timeouts
@@ -93,16 +96,8 @@ class SenderCore:
         self._offers = Offers(limits.remembered_rooms)
         self._silence = Silence(timeouts, now)
         self._machine = StateMachine(f"sender {self.rank}", SENDER_PHASE_STEPS, SenderPhase.NEW)
-        self._terms = Terms.of(engine, parts)
-        self._post(
-            Hello(
-                engine=self._terms.engine,
-                session=self._terms.session,
-                manifest=manifest.to_json(),
-                process=self._terms.process,
-                parts=self._terms.parts,
-            )
-        )
+        self._terms = Terms.of(engine, parts, aux)
+        self._post(self._terms.hello(manifest))
         self._machine.to(SenderPhase.GREETING)
 
     @property
@@ -178,12 +173,13 @@ class SenderCore:
         """Moves all rooms on.
 
         Returns:
-            Whether the engine holds batches, so that it must be polled soon.
+            Whether the engine holds batches or layers are being computed, so that it must be called again soon.
         """
         for room in list(self.rooms.values()):
             room.step(now)
         self._collect()
-        return any(room.in_flight for room in self.rooms.values())
+        self.moves_bytes = any(room.in_flight for room in self.rooms.values())
+        return self.moves_bytes or any(room.is_waiting for room in self.rooms.values())
 
     def open_room(self, room: int, now: float) -> SenderRoom | None:
         """The room, when the receiver has offered pages for it; None as long as it has not.
@@ -213,7 +209,15 @@ class SenderCore:
                 )
             return None
         opened = SenderRoom(
-            room, offer, self.route, self._engine, self._peer_session, self._limits, now, self._timeouts.transfer
+            room,
+            offer,
+            self.route,
+            self._engine,
+            self._peer_session,
+            self._limits,
+            now,
+            self._timeouts.transfer,
+            self._terms.aux,
         )
         self.rooms[room] = opened
         return opened
@@ -274,7 +278,7 @@ class SenderCore:
         elif isinstance(message, Ready):
             if self.phase is not SenderPhase.AGREED and self.phase is not SenderPhase.READY:
                 raise ProtocolError(f"ready in phase {self.phase.value}")
-            expected = RouteSummary(message.layers, message.bytes_per_page)
+            expected = RouteSummary(message.layers, message.bytes_per_page, message.states, message.bytes_per_request)
             check_expected(self.rank, RouteSummary.of(self.route), expected)
             self.sends_nothing = not message.sends
             if self.phase is SenderPhase.AGREED:
@@ -304,7 +308,7 @@ class SenderCore:
             raise ProtocolError(f"welcome in phase {self.phase.value}")
         self._terms.check(message)
         remote = parse_manifest(message.manifest, self._terms.parts)
-        self._route = agree_pair(self._manifest, remote, self._terms.parts).route(0, 0)
+        self._route = agree_pair(self._manifest, remote, self._terms.parts, here="prefill").route(0, 0)
         self._peer_session = message.session
         self._post(Agreed())
         self._machine.to(SenderPhase.AGREED)

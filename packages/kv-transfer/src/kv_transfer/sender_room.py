@@ -1,26 +1,24 @@
-"""One room at a sender: plans each chunk, feeds the engine, and ends with exactly one message.
+"""One room at a sender: feeds the engine with chunks as they become ready, and ends with exactly one message.
 
-No thread, no socket, no clock of its own; messages collect in `outgoing`. `plan` may run without the owner's lock,
-everything else needs it.
+No thread, no socket, no clock of its own; messages collect in `outgoing`. `planner` may be used without the owner's
+lock, everything else needs it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import kv_planner
-import numpy as np
-import numpy.typing as npt
 import pydantic
 from pydantic import JsonValue
 
+from kv_transfer.aux_rows import AuxField, pack
+from kv_transfer.chunks import Chunk, ChunkPlanner, Step
 from kv_transfer.config import Limits
-from kv_transfer.coverage import Coverage, Layer
+from kv_transfer.coverage import Coverage
 from kv_transfer.engine import TransferEngine, TransferHandle, TransferState, TransferStatus
 from kv_transfer.errors import (
-    CoverageError,
     ProtocolError,
     SessionStateError,
     TransferError,
@@ -28,31 +26,14 @@ from kv_transfer.errors import (
     TransferTimeout,
 )
 from kv_transfer.faults import is_fault
-from kv_transfer.handshake import RouteSummary
 from kv_transfer.messages import Aborted, Done, Offer, encode
+from kv_transfer.ready import Ready
 from kv_transfer.states import SENDER_STEPS, SenderState, StateMachine
 
-__all__ = ["Chunk", "SenderRoom"]
+__all__ = ["SenderRoom"]
 
 _VERDICT = 0.3  # seconds between an engine's failure and the end of the room
 _MOST = 2**63 - 1
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Chunk:
-    """Some pages of some layers, planned and lowered.
-
-    Attributes:
-        layers: Which (part, layer id).
-        start: First page of the request.
-        pages: How many pages.
-        batches: For the engine.
-    """
-
-    layers: tuple[Layer, ...]
-    start: int
-    pages: int
-    batches: tuple[kv_planner.Batch, ...]
 
 
 class SenderRoom:
@@ -67,6 +48,7 @@ class SenderRoom:
         now: Monotonic seconds.
         timeout: Longest time without progress, in seconds.
         room: Its number.
+        aux: Auxiliary rows that were agreed on.
     """
 
     def __init__(
@@ -79,6 +61,7 @@ class SenderRoom:
         limits: Limits,
         now: float,
         timeout: float,
+        aux: Sequence[AuxField] = (),
     ) -> None:
         """Ready to send."""
         self.room = room
@@ -88,19 +71,20 @@ class SenderRoom:
         self.outgoing: deque[Done | Aborted] = deque()
         self.nbytes = 0
         self.blocks = 0
-        self._summary = RouteSummary.of(route)
-        self._route = route
+        self.planner = ChunkPlanner(route, offer, engine.capabilities, limits)
         self._engine = engine
         self._peer = peer
         self._limits = limits
         self._timeout = timeout
         self._progress_at = now
-        self._pages = np.array(offer.pages if offer is not None else (), np.int64)
-        self.first_page = offer.first_page if offer is not None else 0
-        self._coverage = Coverage(self._summary.layers, len(self._pages), self.first_page)
+        self._summary = self.planner.summary
+        self._coverage = Coverage(self._summary.layers, self.planner.pages, self.planner.first_page)
+        self._states = Coverage(self._summary.states, int(offer is not None))
+        self._awaited: list[tuple[Step, Ready]] = []
         self._queued: deque[kv_planner.Batch] = deque()
         self._in_flight: list[TransferHandle] = []
-        self._metadata: Mapping[str, JsonValue] = {}
+        self._aux = tuple(aux)
+        self._last_words: tuple[Mapping[str, JsonValue], Mapping[str, str]] = ({}, {})
         self._connected = True
         self._suspicion: tuple[TransferFailed, float] | None = None
         self._machine = StateMachine(self.name, SENDER_STEPS, SenderState.SENDING)
@@ -126,49 +110,14 @@ class SenderRoom:
         return len(self._in_flight)
 
     @property
-    def pages(self) -> int:
-        """Pages that the receiver offers."""
-        return len(self._pages)
+    def is_waiting(self) -> bool:
+        """Whether layers are handed over that are still to be computed."""
+        return bool(self._awaited)
 
-    def plan(
-        self,
-        source_pages: npt.ArrayLike,
-        start: int,
-        layer_ids: Iterable[int] | None,
-        parts: Iterable[kv_planner.Part] | None,
-    ) -> Chunk:
-        """Plans and lowers one chunk; changes nothing.
-
-        Raises:
-            CoverageError: The chunk reaches past the offered pages.
-            kv_planner.PlanError: Pages that cannot be paired.
-            ValueError: A layer or part that this rank's route does not hold, or pages that are no 1-D array.
-        """
-        layers = self._select(layer_ids, parts)
-        if self.offer is None:
-            return Chunk((), 0, 0, ())
-        if not layers:
-            return Chunk((), 0, 0, ())
-        source = np.asarray(source_pages)
-        if source.ndim != 1:
-            raise ValueError(f"source_pages: expected a 1-D int32 or int64 array, got shape {source.shape}")
-        if source.size == 0:
-            source = source.astype(np.int64)
-        stop = start + len(source)
-        first, last = self.first_page, self.first_page + len(self._pages)
-        if start < first or stop > last:
-            raise CoverageError(
-                f"pages [{start}, {stop}) of the request, but the receiver offers pages [{first}, {last})",
-                remedy="send the pages that it offers only; `start` counts from the first page of the request",
-            )
-        runs = kv_planner.Runs(source, self._pages[start - first : stop - first])
-        plan = kv_planner.Plan(self._route, runs)
-        if layer_ids is not None or parts is not None:
-            plan = plan.slice(
-                layer_ids=sorted({layer for _, layer in layers}), parts=sorted({part for part, _ in layers})
-            )
-        lowered = kv_planner.lower(plan, self._engine.capabilities.planner())
-        return Chunk(layers, start, len(source), tuple(lowered.batches))
+    @property
+    def awaited(self) -> tuple[tuple[Step, Ready], ...]:
+        """Steps that are handed over and still to be computed."""
+        return tuple(self._awaited)
 
     def send(self, chunk: Chunk, now: float) -> None:
         """Takes a planned chunk.
@@ -178,22 +127,29 @@ class SenderRoom:
             SessionStateError: The room takes no chunks any more.
         """
         self._require_sending("send")
-        self._coverage.claim(chunk.layers, chunk.start, chunk.pages)
-        self._queued.extend(chunk.batches)
+        (self._states if chunk.rows else self._coverage).claim(chunk.layers, chunk.start, chunk.pages)
+        for step in chunk.steps:
+            if chunk.ready is None:
+                self._queued.extend(step.batches)
+            else:
+                self._awaited.append((step, chunk.ready))
         self._progress_at = now
 
-    def finish(self, metadata: Mapping[str, JsonValue], now: float) -> None:
+    def finish(self, metadata: Mapping[str, JsonValue], now: float, rows: Mapping[str, object] | None = None) -> None:
         """Says that everything was handed over.
 
         Raises:
-            CoverageError: A (layer, page) of the route was never sent; the room stays open.
+            ArgumentError: Auxiliary rows that are not as declared; the room stays open.
+            CoverageError: A (layer, page) or state of the route was never sent; the room stays open.
             MessageTooLarge: The metadata does not fit into a message.
             ProtocolError: The metadata is not made of JSON values.
         """
         self._require_sending("finish")
         self._coverage.check_complete()
+        self._states.check_complete()
+        packed = pack(self._aux, rows or {})
         try:
-            encode(self._done(metadata, _MOST, _MOST), self._limits)
+            encode(self._done(metadata, packed, _MOST, _MOST), self._limits)
         except pydantic.ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             raise ProtocolError(
@@ -201,7 +157,7 @@ class SenderRoom:
                 consequence="the room stays open",
                 remedy="use str keys and JSON values (str, int, finite float, bool, None, list, dict)",
             ) from error
-        self._metadata = dict(metadata)
+        self._last_words = (dict(metadata), packed)
         self._machine.to(SenderState.DRAINING)
         self._progress_at = now
 
@@ -215,7 +171,7 @@ class SenderRoom:
         elif self.state in (SenderState.SENDING, SenderState.DRAINING):
             self.error = error
             self._machine.to(SenderState.ABORTING)
-            self._queued.clear()
+            self._drop_waiting()
             for handle in self._in_flight:
                 self._cancel(handle)
 
@@ -223,7 +179,7 @@ class SenderRoom:
         """Stops, and gives the news of a dead receiver, which often comes second, a moment to name the real cause."""
         if self._suspicion is None and self.state in (SenderState.SENDING, SenderState.DRAINING):
             self._suspicion = (error, now + _VERDICT)
-            self._queued.clear()
+            self._drop_waiting()
             for handle in self._in_flight:
                 self._cancel(handle)
 
@@ -243,12 +199,14 @@ class SenderRoom:
         if self._suspicion is not None and now >= self._suspicion[1]:
             self.fail(self._suspicion[0])
         if self.state in (SenderState.SENDING, SenderState.DRAINING):
+            self._take_ready(now)
             self._feed(now)
-        if self.state is SenderState.DRAINING and self._suspicion is None and not self._queued and not self._in_flight:
+        waiting = self._queued or self._awaited or self._in_flight
+        if self.state is SenderState.DRAINING and self._suspicion is None and not waiting:
             if self.offer is None:
                 self._machine.to(SenderState.FINISHED)
             else:
-                self.outgoing.append(self._done(self._metadata, self.nbytes, self.blocks))
+                self.outgoing.append(self._done(*self._last_words, self.nbytes, self.blocks))
                 self._machine.to(SenderState.DONE_SENT)
         if not self.is_terminal and self.state is not SenderState.ABORTING and now - self._progress_at > self._timeout:
             self.fail(
@@ -304,6 +262,32 @@ class SenderRoom:
                 raise
             return TransferStatus(TransferState.FAILED, f"engine {self._engine.name!r} raised {error!r}")
 
+    def _drop_waiting(self) -> None:
+        self._queued.clear()
+        self._awaited.clear()
+
+    def _take_ready(self, now: float) -> None:
+        still: list[tuple[Step, Ready]] = []
+        for step, ready in self._awaited:
+            try:
+                computed = all(ready.query(part, layer) for part, layer in step.layers)
+            except BaseException as error:
+                if not is_fault(error):
+                    raise
+                failure = TransferFailed(
+                    f"{self.name}: the Ready of layers {step.layers} raised {error!r}",
+                    consequence="the room is given up",
+                )
+                failure.__cause__ = error
+                self.fail(failure)
+                return
+            if computed:
+                self._queued.extend(step.batches)
+                self._progress_at = now
+            else:
+                still.append((step, ready))
+        self._awaited = still
+
     def _feed(self, now: float) -> None:
         while self._queued and len(self._in_flight) < self._limits.batches_in_flight:
             try:
@@ -315,27 +299,6 @@ class SenderRoom:
                 failure.__cause__ = error
                 self._engine_failed(failure, now)
 
-    def _select(self, layer_ids: Iterable[int] | None, parts: Iterable[kv_planner.Part] | None) -> tuple[Layer, ...]:
-        layers = self._summary.layers
-        known_parts = {part for part, _ in layers}
-        if parts is not None:
-            wanted_parts = set(parts)
-            if self.offer is not None and not wanted_parts <= known_parts:
-                raise ValueError(
-                    f"parts: {sorted(wanted_parts - known_parts)} are not on this rank's route, which has "
-                    f"{sorted(known_parts)}"
-                )
-            layers = tuple(layer for layer in layers if layer[0] in wanted_parts)
-        if layer_ids is not None:
-            wanted = set(layer_ids)
-            known = {layer for _, layer in layers}
-            if self.offer is not None and not wanted <= known:
-                raise ValueError(
-                    f"layer_ids: {sorted(wanted - known)} are not on this rank's route, which has {sorted(known)}"
-                )
-            layers = tuple(layer for layer in layers if layer[1] in wanted)
-        return layers
-
     def _require_sending(self, call: str) -> None:
         if self.error is not None:
             raise self.error
@@ -344,13 +307,15 @@ class SenderRoom:
         if self.state is not SenderState.SENDING:
             raise SessionStateError(f"{self.name}: {call} after finish", local=self.state.value)
 
-    def _done(self, metadata: Mapping[str, JsonValue], nbytes: int, blocks: int) -> Done:
+    def _done(self, metadata: Mapping[str, JsonValue], rows: Mapping[str, str], nbytes: int, blocks: int) -> Done:
         return Done(
             room=self.room,
             generation=max(self.generation, 1),
             nbytes=nbytes,
             blocks=blocks,
-            pages=len(self._pages),
+            pages=self.planner.pages,
             layers=self._summary.layers,
+            states=self._summary.states,
             metadata=dict(metadata),
+            rows=dict(rows),
         )

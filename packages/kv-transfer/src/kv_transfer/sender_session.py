@@ -12,12 +12,17 @@ import kv_planner
 import numpy.typing as npt
 from pydantic import JsonValue
 
+from kv_transfer.arguments import check_seconds
+from kv_transfer.chunks import Chunk, Step
 from kv_transfer.errors import TransferAborted, TransferError, TransferTimeout
 from kv_transfer.loop import Endpoint
+from kv_transfer.ready import Ready
 from kv_transfer.sender_room import SenderRoom
 from kv_transfer.states import SenderState
 
 __all__ = ["SenderSession"]
+
+_SLICE = 0.05  # seconds after which a waiting thread looks whether the room has ended
 
 
 class SenderSession:
@@ -40,8 +45,8 @@ class SenderSession:
 
     @property
     def pages(self) -> int:
-        """Pages that the receiver offers; 0 on a rank that sends nothing."""
-        return self._room.pages
+        """Pages of the request from `first_page` on; 0 on a rank that sends nothing."""
+        return self._room.planner.pages
 
     @property
     def tokens(self) -> int:
@@ -51,7 +56,7 @@ class SenderSession:
     @property
     def first_page(self) -> int:
         """Index within the request of the first page that the receiver offers; above 0 after its prefix hit."""
-        return self._room.first_page
+        return self._room.planner.first_page
 
     @property
     def state(self) -> SenderState:
@@ -78,6 +83,7 @@ class SenderSession:
         start: int,
         layer_ids: Iterable[int] | None = None,
         parts: Iterable[kv_planner.Part] | None = None,
+        ready: Ready | None = None,
     ) -> None:
         """Hands one chunk to the engine and returns; the pages must stay as they are until `pages_released`.
 
@@ -87,6 +93,7 @@ class SenderSession:
                 receiver offers pages from `first_page` on.
             layer_ids: Only these layers; all of this rank by default.
             parts: Only "target" or "draft" layers; both by default.
+            ready: Says when each layer of these pages is computed, and the layer is sent then. None: all are.
 
         Raises:
             CoverageError: A (layer, page) was sent before, or the chunk reaches out of the offered pages. Nothing is
@@ -94,30 +101,57 @@ class SenderSession:
             kv_planner.PlanError: The pages are not valid. Nothing is sent.
             TransferError: The room has ended badly; the error says why.
         """
-        chunk = self._room.plan(source_pages, start, layer_ids, parts)
-        with self._sender.lock:
-            self._room.send(chunk, time.monotonic())
-            self._sender.wake()
+        self._take(self._room.planner.chunk(source_pages, start, layer_ids, parts, ready))
+
+    def send_states(
+        self,
+        source_row: int,
+        *,
+        layer_ids: Iterable[int] | None = None,
+        parts: Iterable[kv_planner.Part] | None = None,
+        ready: Ready | None = None,
+    ) -> None:
+        """Hands the states of the request to the engine and returns: components with a row a request.
+
+        Args:
+            source_row: Row of this rank's pool.
+            layer_ids: As for `send`.
+            parts: As for `send`.
+            ready: As for `send`.
+
+        Raises:
+            CoverageError: A layer's states were sent before. Nothing is sent.
+            kv_planner.PlanError: The row is not valid. Nothing is sent.
+            TransferError: The room has ended badly; the error says why.
+        """
+        self._take(self._room.planner.row(source_row, layer_ids, parts, ready))
 
     def finish(
-        self, metadata: Mapping[str, JsonValue] | None = None, *, wait: bool = True, timeout: float | None = None
+        self,
+        metadata: Mapping[str, JsonValue] | None = None,
+        *,
+        rows: Mapping[str, object] | None = None,
+        wait: bool = True,
+        timeout: float | None = None,
     ) -> None:
-        """Says that all chunks were handed over; the receiver is told when all of them have arrived.
+        """Says that all chunks were handed over; the receiver is told when all of them are computed and have arrived.
 
         FINISHED means that the receiver took what this rank had to send; other ranks of the room may still fail.
 
         Args:
-            metadata: JSON values for the receiver, such as the first token.
+            metadata: JSON values for the receiver.
+            rows: Auxiliary rows, a contiguous buffer each: all that are declared, or none on a rank that has none.
             wait: Wait for the receiver's answer.
             timeout: Seconds to wait; None waits until the room ends, which `Timeouts.transfer` bounds.
 
         Raises:
-            CoverageError: A (layer, page) of this rank's route was never sent; the room stays open.
+            ArgumentError: The rows are not as declared; the room stays open.
+            CoverageError: A (layer, page) or state of this rank's route was never sent; the room stays open.
             ProtocolError: The metadata is too long or not made of JSON values; the room stays open.
             TransferError: The room ended badly.
         """
         with self._sender.lock:
-            self._room.finish(metadata or {}, time.monotonic())
+            self._room.finish(metadata or {}, time.monotonic(), rows)
             self._sender.wake()
         if wait:
             self.wait(timeout)
@@ -135,9 +169,34 @@ class SenderSession:
                 raise self._room.error
             return True if self._room.is_terminal else None
 
+        end = None if timeout is None else time.monotonic() + check_seconds("timeout", timeout)
+        self._wait_computed(end)
+        left = None if end is None else max(0.0, end - time.monotonic())
         with self._sender.lock:
-            if self._sender.wait_for(ended, timeout) is None:
+            if self._sender.wait_for(ended, left) is None:
                 raise TransferTimeout(f"{self._room.name}: still {self._room.state.value}", seconds=timeout or 0.0)
+
+    def _take(self, chunk: Chunk) -> None:
+        with self._sender.lock:
+            self._room.send(chunk, time.monotonic())
+            self._sender.wake()
+
+    def _wait_computed(self, end: float | None) -> None:
+        """Sleeps in the `Ready` of each step and wakes the sender's thread at once when it is there."""
+        while True:
+            with self._sender.lock:
+                awaited = self._room.awaited
+            left = _SLICE if end is None else min(_SLICE, end - time.monotonic())
+            if not awaited or left <= 0:
+                return
+            step, ready = awaited[0]
+            if all(ready.wait(part, layer, left) for part, layer in step.layers):
+                self._sender.wake()
+                self._wait_taken(step, left)
+
+    def _wait_taken(self, step: Step, seconds: float) -> None:
+        with self._sender.lock:
+            self._sender.wait_for(lambda: None if any(own is step for own, _ in self._room.awaited) else True, seconds)
 
     def abort(self, reason: str) -> None:
         """Gives the room up: stops writing, then tells the receiver. Does nothing after the end."""

@@ -1,4 +1,4 @@
-"""What an end says of itself besides its manifest, and whether two ends can talk: engine, process and parts.
+"""What an end says of itself besides its manifest, and whether two ends can talk: engine, process, parts, rows.
 
 Compares words; layouts are compared in `handshake`.
 """
@@ -11,6 +11,7 @@ from typing import Final
 
 import kv_planner
 
+from kv_transfer.aux_rows import AuxField, check_fields
 from kv_transfer.engine import TransferEngine
 from kv_transfer.errors import PeerRefused
 from kv_transfer.messages import DifferenceRecord, Hello, RefusalCode, Welcome
@@ -46,28 +47,62 @@ class Terms:
         session: Session of its engine.
         process: The process that its engine cannot leave; empty when it reaches others.
         parts: Parts of the model that are sent.
+        aux: Auxiliary rows of a request.
     """
 
     engine: str
     session: str
     process: str = ""
     parts: tuple[kv_planner.Part, ...] = ALL_PARTS
+    aux: tuple[AuxField, ...] = ()
 
     @classmethod
-    def of(cls, engine: TransferEngine, parts: Iterable[kv_planner.Part] = ALL_PARTS) -> Terms:
+    def of(
+        cls,
+        engine: TransferEngine,
+        parts: Iterable[kv_planner.Part] = ALL_PARTS,
+        aux: Iterable[AuxField] = (),
+    ) -> Terms:
         """The terms of an end of this process.
 
         Raises:
+            ArgumentError: Two auxiliary rows have one name.
             ValueError: The parts are none.
         """
         process = "" if engine.capabilities.cross_process else process_name()
-        return cls(engine.name, engine.session, process, check_parts(parts))
+        return cls(engine.name, engine.session, process, check_parts(parts), check_fields(aux))
+
+    def hello(self, manifest: kv_planner.RankManifest) -> Hello:
+        """The first word of a sender with these terms."""
+        return Hello(
+            engine=self.engine,
+            session=self.session,
+            manifest=manifest.to_json(),
+            process=self.process,
+            parts=self.parts,
+            aux=self._rows(),
+        )
+
+    def welcome(self, manifest: kv_planner.RankManifest, incarnation: int) -> Welcome:
+        """The answer of a receiver with these terms."""
+        return Welcome(
+            engine=self.engine,
+            session=self.session,
+            manifest=manifest.to_json(),
+            incarnation=incarnation,
+            process=self.process,
+            parts=self.parts,
+            aux=self._rows(),
+        )
+
+    def _rows(self) -> tuple[tuple[str, kv_planner.DType, int], ...]:
+        return tuple((field.name, field.dtype, field.width) for field in self.aux)
 
     def check(self, message: Hello | Welcome) -> None:
         """Compares with the other end's.
 
         Raises:
-            PeerRefused: Other engines, an engine that would have to leave its process, or other parts.
+            PeerRefused: Other engines, an engine that would have to leave its process, other parts or other rows.
         """
         if self.engine != message.engine:
             raise PeerRefused(
@@ -97,4 +132,23 @@ class Terms:
                         remedy="give Sender and Receiver the same parts; ['target'] when prefill has no draft",
                     ),
                 ),
+            )
+        self._check_aux({name: str(AuxField(name, dtype, width)) for name, dtype, width in message.aux})
+
+    def _check_aux(self, remote: dict[str, str]) -> None:
+        local = {field.name: str(field) for field in self.aux}
+        records = tuple(
+            DifferenceRecord(
+                field=f"aux.{name}",
+                local=local.get(name, "none"),
+                remote=remote.get(name, "none"),
+                consequence="the first token, or what the draft starts from, would be missing or of another width",
+                remedy="declare the same auxiliary rows at Sender and Receiver",
+            )
+            for name in sorted(local.keys() | remote.keys())
+            if local.get(name) != remote.get(name)
+        )
+        if records:
+            raise PeerRefused(
+                "the two sides declare different auxiliary rows", code=RefusalCode.LAYOUT.value, differences=records
             )

@@ -1,0 +1,161 @@
+"""One prefill rank and all decode ranks that read a request: `SenderGroup`, and its rooms as one session.
+
+The source pages are free when every reader has them or none can read any more. What one conversation does is decided in
+`Sender`; this module adds nothing to it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import kv_planner
+import numpy as np
+import numpy.typing as npt
+from pydantic import JsonValue
+
+from kv_transfer.arguments import check_seconds
+from kv_transfer.errors import TransferError, TransferTimeout
+from kv_transfer.ready import Ready
+from kv_transfer.sender import Sender
+from kv_transfer.sender_session import SenderSession
+
+__all__ = ["GroupSession", "SenderGroup"]
+
+
+class SenderGroup:
+    """The senders of one prefill rank to the decode ranks that share a request.
+
+    Args:
+        senders: One a decode rank, connected; they stay the caller's.
+
+    Raises:
+        ValueError: There are none, or they are of several prefill ranks.
+    """
+
+    def __init__(self, senders: Sequence[Sender]) -> None:
+        """Takes the senders."""
+        ranks = {sender.rank for sender in senders}
+        if len(ranks) != 1:
+            raise ValueError(
+                f"senders: expected those of one prefill rank, got {sorted(map(str, ranks)) or 'none'}; their pages are of "
+                f"different pools; make one group a rank"
+            )
+        self._senders = tuple(senders)
+
+    def open(self, room: int, *, timeout: float | None = None) -> GroupSession:
+        """Waits for the pages of every decode rank; those that need nothing of this rank are not waited for.
+
+        Args:
+            room: As at `Sender.open`.
+            timeout: Seconds over all of them; `Timeouts.offer` for each by default.
+
+        Raises:
+            TransferError: As `Sender.open`, for any of them; what was open already is aborted.
+        """
+        end = None if timeout is None else time.monotonic() + check_seconds("timeout", timeout)
+        opened: list[SenderSession] = []
+        try:
+            for sender in self._senders:
+                left = None if end is None else max(0.0, end - time.monotonic())
+                opened.append(sender.open(room, timeout=left))
+        except BaseException as error:
+            for session in opened:
+                session.abort(f"another decode rank cannot be served: {error}")
+            raise
+        return GroupSession(opened)
+
+
+class GroupSession:
+    """One room at one prefill rank, towards all its readers. Made by `SenderGroup.open`."""
+
+    def __init__(self, sessions: Sequence[SenderSession]) -> None:
+        """For `SenderGroup.open`."""
+        self.sessions = tuple(sessions)
+
+    @property
+    def first_page(self) -> int:
+        """Index within the request of the first page that any reader needs."""
+        return min((own.first_page for own in self.sessions if own.pages), default=0)
+
+    @property
+    def error(self) -> TransferError | None:
+        """Why the room ended badly for a reader, if it did; the first reader's."""
+        return next((own.error for own in self.sessions if own.error is not None), None)
+
+    @property
+    def pages_released(self) -> bool:
+        """Whether no engine reads the source pages for any reader any more, so that they may be reused."""
+        return all(own.pages_released for own in self.sessions)
+
+    def send(
+        self,
+        source_pages: npt.ArrayLike,
+        *,
+        start: int,
+        layer_ids: Iterable[int] | None = None,
+        parts: Iterable[kv_planner.Part] | None = None,
+        ready: Ready | None = None,
+    ) -> None:
+        """As `SenderSession.send`, to every reader: pages that a reader has by a prefix hit are not sent to it.
+
+        A reader that cannot be served ends the room for all of them.
+        """
+        pages = np.asarray(source_pages)
+        ids = None if layer_ids is None else list(layer_ids)
+        names = None if parts is None else list(parts)
+        for own in self.sessions:
+            skipped = min(max(0, own.first_page - start), len(pages)) if pages.ndim == 1 and own.pages else 0
+            self._or_abort(own.send, pages[skipped:], start=start + skipped, layer_ids=ids, parts=names, ready=ready)
+
+    def send_states(self, source_row: int, *, ready: Ready | None = None) -> None:
+        """As `SenderSession.send_states`, to every reader."""
+        for own in self.sessions:
+            self._or_abort(own.send_states, source_row, ready=ready)
+
+    def finish(
+        self,
+        metadata: Mapping[str, JsonValue] | None = None,
+        *,
+        rows: Mapping[str, object] | None = None,
+        wait: bool = True,
+        timeout: float | None = None,
+    ) -> None:
+        """As `SenderSession.finish`, to every reader."""
+        for own in self.sessions:
+            self._or_abort(own.finish, metadata, rows=rows, wait=False)
+        if wait:
+            self.wait(timeout)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits for the end at every reader; the first bad end aborts the others.
+
+        Raises:
+            TransferTimeout: Not within `timeout`; the room goes on.
+            TransferError: A reader's room ended badly.
+        """
+        end = None if timeout is None else time.monotonic() + check_seconds("timeout", timeout)
+        for own in self.sessions:
+            try:
+                own.wait(None if end is None else max(0.0, end - time.monotonic()))
+            except TransferTimeout:
+                if own.error is not None:
+                    self.abort(str(own.error))
+                raise
+            except TransferError as error:
+                self.abort(str(error))
+                raise
+
+    def abort(self, reason: str) -> None:
+        """Gives the room up for every reader; does nothing where it has ended."""
+        for own in self.sessions:
+            own.abort(reason)
+
+    def _or_abort(self, call: object, *arguments: object, **options: object) -> None:
+        assert callable(call)
+        try:
+            call(*arguments, **options)
+        except TransferError as error:
+            if self.error is not None:
+                self.abort(str(error))
+            raise

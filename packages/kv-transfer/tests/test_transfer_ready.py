@@ -1,0 +1,133 @@
+"""Layer-wise sends: a layer is read when it is computed, not before, and the room ends when all are."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from transfer_memory import make_layout, stages, whole
+from transfer_pair import Pair, eventually
+
+import kv_transfer as kt
+
+SMALL = kt.Limits(ready_step_bytes=1)
+
+
+class Guard(kt.LayerMarks):
+    """Remembers which layers were asked for, and when each was first told to be there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: set[tuple[str, int]] = set()
+
+    def query(self, part: str, layer_id: int) -> bool:
+        self.asked.add((part, layer_id))
+        return super().query(part, layer_id)  # type: ignore[arg-type]
+
+
+def test_each_layer_is_read_after_its_mark(pairs: list[Pair]) -> None:
+    pair = Pair(stages(make_layout(draft=1), 1), whole(make_layout(draft=1)), limits=SMALL)
+    pairs.append(pair)
+    session = pair.receiver.open(0, [4, 2])
+    prefill, names = pair.prefill[0], pair.prefill[0].names
+    right = {name: prefill.buffer(name).copy() for name in names}
+    for name in names:
+        prefill.buffer(name)[:] = 0x11  # not computed yet: whoever reads it now sends these
+    marks = Guard()
+    sending = pair.senders[0].open(0)
+    sending.send([1], start=0, ready=marks)
+    sending.send([5], start=1, ready=marks)
+    sending.finish(wait=False)
+    order = [("target", 0), ("target", 1), ("target", 2), ("target", 3), ("draft", 4)]
+    assert eventually(lambda: marks.asked == set(order))
+    for count, (part, layer) in enumerate(order):
+        for name in names:
+            if name[1:] == (part, layer):
+                prefill.buffer(name)[:] = right[name]
+                assert (pair.decode.buffer(name)[[4, 2]] == 0xEE).all()
+        assert session.poll() is None
+        marks.mark(layer, part)  # type: ignore[arg-type]
+        here = [name for name in names if name[1:] == (part, layer)]
+        assert eventually(
+            lambda here=here: all(  # type: ignore[misc]
+                np.array_equal(pair.decode.buffer(name)[[4, 2]], right[name][[1, 5]]) for name in here
+            )
+        ), count
+    session.wait(5)
+    assert pair.decode.faults({4: 1, 2: 5}) == []
+
+
+def test_a_short_request_goes_in_one_piece(pairs: list[Pair]) -> None:
+    pair = Pair(stages(make_layout(), 1), whole(make_layout()))
+    pairs.append(pair)
+    session = pair.receiver.open(0, [4])
+    marks = kt.LayerMarks()
+    sending = pair.senders[0].open(0)
+    sending.send([1], start=0, ready=marks)
+    assert len(sending._room.awaited) == 1
+    marks.mark([0, 1, 2])
+    time.sleep(0.05)
+    assert all((pair.decode.buffer(name)[4] == 0xEE).all() for name in pair.decode.names)
+    marks.mark(3)
+    sending.finish()
+    session.wait(5)
+    assert pair.decode.faults({4: 1}) == []
+
+
+def test_finish_sleeps_until_the_last_layer_is_there(pairs: list[Pair]) -> None:
+    pair = Pair(stages(make_layout(), 1), whole(make_layout()), limits=SMALL)
+    pairs.append(pair)
+    session = pair.receiver.open(0, [4])
+    marks = kt.LayerMarks()
+    assert isinstance(marks, kt.Ready)
+    sending = pair.senders[0].open(0)
+    sending.send([1], start=0, ready=marks)
+    thread = threading.Thread(target=sending.finish)
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive()
+    for layer in range(4):
+        marks.mark(layer)
+    thread.join(5)
+    assert not thread.is_alive()
+    assert session.wait(5).pages == 1
+
+
+def test_an_abort_does_not_wait_for_layers(pairs: list[Pair]) -> None:
+    pair = Pair(stages(make_layout(), 1), whole(make_layout()), limits=SMALL)
+    pairs.append(pair)
+    session = pair.receiver.open(0, [4])
+    marks = kt.LayerMarks()
+    sending = pair.senders[0].open(0)
+    sending.send([1], start=0, ready=marks)
+    sending.finish(wait=False)
+    session.abort("the client left")
+    assert session.wait_released(5)
+    with pytest.raises(kt.TransferAborted, match="the client left"):
+        sending.wait(5)
+    marks.mark(range(4))
+    time.sleep(0.05)
+    assert pair.decode.faults({}) == []
+
+
+def test_a_ready_that_raises_ends_its_room_only(pairs: list[Pair]) -> None:
+    class Broken(kt.LayerMarks):
+        def query(self, part: str, layer_id: int) -> bool:
+            raise RuntimeError("the event is destroyed")
+
+    pair = Pair(stages(make_layout(), 1), whole(make_layout()))
+    pairs.append(pair)
+    session = pair.receiver.open(0, [4])
+    sending = pair.senders[0].open(0)
+    sending.send([1], start=0, ready=Broken())
+    with pytest.raises(kt.TransferAborted, match="the event is destroyed"):
+        session.wait(5)
+    with pytest.raises(kt.TransferFailed, match="the event is destroyed"):
+        sending.wait(5)
+    second = pair.receiver.open(1, [5])
+    other = pair.senders[0].open(1)
+    other.send([2], start=0)
+    other.finish()
+    assert second.wait(5).pages == 1
