@@ -94,6 +94,15 @@ def test_status_of_every_backend() -> None:
         assert str(statuses[-1]) == f"{op} on native: eligible"
 
 
+def test_an_absent_backend_has_a_reason() -> None:
+    """Each op on an NPU that has everything: a backend serves, or says in words of its own why it does not exist."""
+    everything = sk.Capabilities(torch_npu="2.12.0", triton_ascend="3.2.0", sgl_kernel_npu="2026.8")
+    absent = [status for status in sk.backends(device="npu", capabilities=everything) if not status.eligible]
+    assert all(str(status.reason).startswith(("sgl_kernel_npu's", "neither", "ranks exchange")) for status in absent)
+    assert {status.op for status in absent if status.backend == "triton"} == {"expert_parallel_moe"}
+    assert not [status for status in absent if status.backend == "native"]
+
+
 def test_versions() -> None:
     assert parse_version("2.12.0.post3+cpu") == (2, 12, 0) and parse_version("unknown") == ()
 

@@ -87,6 +87,8 @@ _ABSENT: dict[tuple[str, BackendName], str] = {
     ("build_tree", "npu"): "sgl_kernel_npu's operator does not end on a tree with an orphan",
     ("verify_tree_greedy", "npu"): "sgl_kernel_npu's kernel follows the chain only, not siblings",
     ("sample_chain", "npu"): "sgl_kernel_npu's kernel accepts drafts of q = 0 and gives garbage for NaN",
+    ("sample_tree", "npu"): "sgl_kernel_npu's is a Triton kernel too, and reads a coin a node instead of a level",
+    ("keep_states", "npu"): "sgl_kernel_npu's is a Triton kernel too",
     ("causal_conv1d_update", "npu"): "sgl_kernel_npu's operator takes kernels of 2 to 4, in 16 bits, channels last",
 }
 """Why an op has no version on a backend; others without an entry have no operator to call."""
