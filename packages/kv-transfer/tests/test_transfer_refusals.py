@@ -173,21 +173,30 @@ def test_a_connect_that_fails_leaves_nothing_open(reason: str, monkeypatch: pyte
     engine.close()
 
 
-@pytest.mark.parametrize("groups", [2, 3])
-def test_data_parallel_groups_are_refused_by_name(groups: int) -> None:
+def test_each_data_parallel_group_has_receivers_of_its_own() -> None:
     layout = make_layout(layers=1)
     engines = LoopbackEngine(), LoopbackEngine()
-    for group in range(groups):
-        memory = RankMemory(layout, ONE_LAYER, placement=kp.Placement(dp_rank=group, dp_size=groups))
+    for group in (1, 2):
+        memory = RankMemory(layout, ONE_LAYER, placement=kp.Placement(dp_rank=group, dp_size=3)).fill()
+        decode = RankMemory(layout, ONE_LAYER, placement=kp.Placement(dp_rank=3, dp_size=4))
         with (
-            kt.Receiver(whole(layout).manifest, engines[0], prefill_ranks=1, timeouts=FAST) as receiver,
+            kt.Receiver(decode.manifest, engines[0], prefill_ranks=1, prefill_dp_rank=1, timeouts=FAST) as receiver,
             kt.Sender(memory.manifest, engines[1], endpoint=receiver.endpoint, timeouts=FAST) as sender,
         ):
-            with pytest.raises(kt.PeerRefused, match=rf"dp_size.*{groups} data-parallel groups.*dp_size=1") as caught:
-                sender.connect()
-            assert caught.value.code == "deployment"
-            with pytest.raises(kt.PeerRefused, match="dp_size"):
-                receiver.wait_ready(5)
+            if group == 2:
+                with pytest.raises(kt.PeerRefused, match=r"dp_rank: rank pp0 tp0 dp2 is of .* group 2 of 3") as caught:
+                    sender.connect()
+                assert caught.value.code == "deployment"
+                with pytest.raises(kt.PeerRefused, match="this receiver serves group 1"):
+                    receiver.wait_ready(5)
+                continue
+            sender.connect()
+            receiver.wait_ready(5)
+            session, sending = receiver.open(0, [3]), sender.open(0)
+            sending.send([8], start=0)
+            sending.finish()
+            assert list(session.wait(5).metadata) == [kt.Rank(dp=1)]
+            assert decode.faults({3: 8}) == []
     for engine in engines:
         engine.close()
 

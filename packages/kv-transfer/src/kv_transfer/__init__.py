@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from kv_transfer.aux_rows import AuxField as AuxField
     from kv_transfer.config import Limits as Limits
     from kv_transfer.config import Timeouts as Timeouts
+    from kv_transfer.directory import Directory as Directory
+    from kv_transfer.directory import Member as Member
+    from kv_transfer.directory import Place as Place
+    from kv_transfer.directory_service import DirectoryClient as DirectoryClient
+    from kv_transfer.directory_service import DirectoryServer as DirectoryServer
     from kv_transfer.engine import EngineCapabilities as EngineCapabilities
     from kv_transfer.engine import TransferEngine as TransferEngine
     from kv_transfer.engine import TransferHandle as TransferHandle
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
     from kv_transfer.isolation import current_isolation as current_isolation
     from kv_transfer.isolation import enter_loopback_namespace as enter_loopback_namespace
     from kv_transfer.messages import PROTOCOL_VERSION as PROTOCOL_VERSION
+    from kv_transfer.ports import rank_port as rank_port
     from kv_transfer.ready import LayerMarks as LayerMarks
     from kv_transfer.ready import Ready as Ready
     from kv_transfer.receiver import Receiver as Receiver
@@ -50,6 +56,8 @@ if TYPE_CHECKING:
     from kv_transfer.registry import engine_names as engine_names
     from kv_transfer.registry import register_engine as register_engine
     from kv_transfer.sender import Sender as Sender
+    from kv_transfer.sender_group import GroupSession as GroupSession
+    from kv_transfer.sender_group import SenderGroup as SenderGroup
     from kv_transfer.sender_session import SenderSession as SenderSession
     from kv_transfer.states import ReceiverState as ReceiverState
     from kv_transfer.states import SenderState as SenderState
@@ -59,6 +67,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "aux_rows": ("AuxField",),
     "config": ("Limits", "Timeouts"),
+    "directory": ("Directory", "Member", "Place"),
+    "directory_service": ("DirectoryClient", "DirectoryServer"),
     "engine": ("EngineCapabilities", "TransferEngine", "TransferHandle", "TransferState", "TransferStatus"),
     "errors": (
         "ArgumentError",
@@ -82,12 +92,14 @@ _HOMES = {
     "handshake": ("Rank",),
     "isolation": ("Isolation", "current_isolation", "enter_loopback_namespace"),
     "messages": ("PROTOCOL_VERSION",),
+    "ports": ("rank_port",),
     "ready": ("LayerMarks", "Ready"),
     "receiver": ("Receiver",),
     "receiver_session": ("ReceiverSession",),
     "receiver_room": ("TransferResult",),
     "registry": ("create_engine", "engine_names", "register_engine"),
     "sender": ("Sender",),
+    "sender_group": ("GroupSession", "SenderGroup"),
     "sender_session": ("SenderSession",),
     "states": ("ReceiverState", "SenderState"),
 }
@@ -98,16 +110,22 @@ __all__ = [
     "ArgumentError",
     "AuxField",
     "CoverageError",
+    "Directory",
+    "DirectoryClient",
+    "DirectoryServer",
     "EngineCapabilities",
     "EngineError",
     "EngineUnavailable",
+    "GroupSession",
     "Isolation",
     "LayerMarks",
     "Limits",
+    "Member",
     "MessageTooLarge",
     "PageHeld",
     "PeerLost",
     "PeerRefused",
+    "Place",
     "ProtocolError",
     "ProtocolVersionError",
     "Rank",
@@ -117,6 +135,7 @@ __all__ = [
     "ReceiverState",
     "RegionError",
     "Sender",
+    "SenderGroup",
     "SenderSession",
     "SenderState",
     "SessionStateError",
@@ -135,6 +154,7 @@ __all__ = [
     "current_isolation",
     "engine_names",
     "enter_loopback_namespace",
+    "rank_port",
     "register_engine",
 ]
 

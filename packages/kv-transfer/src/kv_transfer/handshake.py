@@ -48,6 +48,11 @@ class Rank:
         place = manifest.placement
         return cls(place.pp_rank, place.tp_rank, place.dcp_rank, place.dp_rank)
 
+    @property
+    def in_group(self) -> Rank:
+        """The same rank, counted within its data-parallel group."""
+        return Rank(self.pp, self.tp, self.dcp)
+
     def __str__(self) -> str:
         """As in "pp1 tp0"; context and data ranks only where they are not 0."""
         text = f"pp{self.pp} tp{self.tp}"
@@ -167,7 +172,7 @@ def agree_whole(
         PeerRefused: A rank is missing or double, or the layouts differ.
     """
     try:
-        deployment = kv_planner.Deployment(list(prefill))
+        deployment = kv_planner.Deployment([_alone(manifest) for manifest in prefill])
     except kv_planner.LayoutMismatch as error:
         raise _mismatch(error) from error
     except kv_planner.PlanError as error:
@@ -178,19 +183,19 @@ def agree_whole(
     return _agree(deployment, decode, parts, "decode")
 
 
-def check_side(manifest: kv_planner.RankManifest, prefill_ranks: int) -> None:
+def check_side(manifest: kv_planner.RankManifest, prefill_ranks: int, dp_rank: int) -> None:
     """Compares the size of a rank's side with what the receiver waits for.
 
     Raises:
-        PeerRefused: Another number of ranks, more than one data-parallel group, or shares of requests.
+        PeerRefused: Another number of ranks, another data-parallel group, or shares of requests.
     """
     rank, place = Rank.of(manifest), manifest.placement
-    if place.dp_size > 1:
+    if place.dp_rank != dp_rank:
         raise PeerRefused(
-            f"dp_size: rank {rank} says that its side has {place.dp_size} data-parallel groups, a receiver serves one; "
-            f"which group has a request would be unknown",
+            f"dp_rank: rank {rank} is of data-parallel group {place.dp_rank} of {place.dp_size}, this receiver serves "
+            f"group {dp_rank}; a request would be looked for in the wrong group",
             code=RefusalCode.DEPLOYMENT.value,
-            remedy="take each group for a prefill side of its own, with its Receivers: Placement(dp_rank=0, dp_size=1)",
+            remedy="connect each group to its own Receivers: Receiver(prefill_dp_rank=...)",
         )
     if place.dcp_size > 1:
         raise PeerRefused(
@@ -277,6 +282,22 @@ def refusal_error(message: Refusal, by: str) -> PeerRefused:
     )
 
 
+def _alone(manifest: kv_planner.RankManifest) -> kv_planner.RankManifest:
+    """A rank as one of its data-parallel group: each group is a whole copy of the model."""
+    place = manifest.placement
+    if place.dp_size == 1:
+        return manifest
+    group = kv_planner.Placement(
+        pp_rank=place.pp_rank,
+        pp_size=place.pp_size,
+        tp_rank=place.tp_rank,
+        tp_size=place.tp_size,
+        dcp_rank=place.dcp_rank,
+        dcp_size=place.dcp_size,
+    )
+    return kv_planner.RankManifest(manifest.layout, group, manifest.entries)
+
+
 def _agree(
     prefill: kv_planner.RankManifest | kv_planner.Deployment,
     decode: kv_planner.RankManifest,
@@ -285,7 +306,9 @@ def _agree(
 ) -> kv_planner.Agreement:
     # Always from prefill to decode: one prefill rank can send to several that share a request, and not the other way.
     try:
-        return kv_planner.agree(prefill, decode, parts=parts)
+        if isinstance(prefill, kv_planner.RankManifest):
+            prefill = _alone(prefill)
+        return kv_planner.agree(prefill, _alone(decode), parts=parts)
     except kv_planner.LayoutMismatch as error:
         raise _mismatch(error, turned=here == "decode") from error
     except kv_planner.PlanError as error:

@@ -47,7 +47,8 @@ class Receiver(Endpoint):
         manifest: What this rank owns; its memory is registered with the engine until `close`.
         engine: Through which the ranks write; it stays the caller's and is not closed here.
         bind: ZeroMQ address; loopback and a free port by default. A taken port is an error.
-        prefill_ranks: How many distinct prefill ranks there are.
+        prefill_ranks: How many distinct prefill ranks there are, in one data-parallel group.
+        prefill_dp_rank: Which data-parallel group of the prefill side sends; each has receivers of its own.
         parts: Parts of the model to receive; the senders must say the same. Memory of other parts is not registered.
         aux: Auxiliary rows of a request (first token, log-probabilities, hidden states) that a sender brings with its
             last message; the senders must say the same.
@@ -70,6 +71,7 @@ class Receiver(Endpoint):
         *,
         bind: str = "tcp://127.0.0.1:0",
         prefill_ranks: int,
+        prefill_dp_rank: int = 0,
         parts: Iterable[kv_planner.Part] = ALL_PARTS,
         aux: Iterable[AuxField] = (),
         timeouts: Timeouts | None = None,
@@ -80,6 +82,7 @@ class Receiver(Endpoint):
         check_secret(secret)
         if prefill_ranks < 1:
             raise ValueError(f"prefill_ranks: expected at least 1, got {prefill_ranks}")
+        group = check_whole("prefill_dp_rank", prefill_dp_rank, 2**31 - 1)
         require_engine(engine)
         self._parts = check_parts(parts)
         fields = check_fields(aux)
@@ -90,7 +93,7 @@ class Receiver(Endpoint):
         super().__init__(f"kv-transfer-receiver-{Rank.of(manifest)}", timeouts or Timeouts(), limits or Limits())
         self._manifest = manifest
         self._engine = engine
-        self._core = ReceiverCore(manifest, terms, prefill_ranks, self._timeouts, self._limits)
+        self._core = ReceiverCore(manifest, terms, prefill_ranks, self._timeouts, self._limits, group)
         self._regions = regions
         context, control = self._open_socket(zmq.ROUTER)
         control.setsockopt(zmq.ROUTER_MANDATORY, 1)

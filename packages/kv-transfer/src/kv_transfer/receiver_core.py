@@ -70,6 +70,7 @@ class ReceiverCore:
         prefill_ranks: How many distinct prefill ranks there are.
         timeouts: Heartbeat, loss and transfer limits.
         limits: Sizes.
+        dp_rank: Data-parallel group of the prefill side that is served.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class ReceiverCore:
         prefill_ranks: int,
         timeouts: Timeouts,
         limits: Limits,
+        dp_rank: int = 0,
     ) -> None:
         """Nobody is there yet."""
         self.rank = Rank.of(manifest)
@@ -90,6 +92,7 @@ class ReceiverCore:
         self._manifest = manifest
         self._terms = terms
         self._prefill_ranks = prefill_ranks
+        self._dp_rank = dp_rank
         self._timeouts = timeouts
         self._limits = limits
         self._peers: dict[bytes, Peer] = {}
@@ -255,7 +258,7 @@ class ReceiverCore:
         self._terms.check(message)
         manifest = parse_manifest(message.manifest, self._terms.parts)
         rank = Rank.of(manifest)
-        check_side(manifest, self._prefill_ranks)
+        check_side(manifest, self._prefill_ranks, self._dp_rank)
         for other_identity, other in self._peers.items():
             if other.rank == rank and other.phase in (PeerPhase.WELCOMED, PeerPhase.MEMBER):
                 if not probed:
@@ -321,7 +324,7 @@ class ReceiverCore:
             return
         order = {Rank.of(manifest): index for index, manifest in enumerate(agreement.local)}
         for rank, identity in members:
-            summary = RouteSummary.of(agreement.route(order[rank], 0))
+            summary = RouteSummary.of(agreement.route(order[rank.in_group], 0))
             self._peers[identity].summary = summary
             ready = Ready(
                 ranks=len(members),

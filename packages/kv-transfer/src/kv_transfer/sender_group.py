@@ -7,7 +7,7 @@ The source pages are free when every reader has them or none can read any more. 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import kv_planner
 import numpy as np
@@ -38,8 +38,8 @@ class SenderGroup:
         ranks = {sender.rank for sender in senders}
         if len(ranks) != 1:
             raise ValueError(
-                f"senders: expected those of one prefill rank, got {sorted(map(str, ranks)) or 'none'}; their pages are of "
-                f"different pools; make one group a rank"
+                f"senders: expected those of one prefill rank, got {sorted(map(str, ranks)) or 'none'}; their pages "
+                f"are of different pools; make one group a rank"
             )
         self._senders = tuple(senders)
 
@@ -151,8 +151,7 @@ class GroupSession:
         for own in self.sessions:
             own.abort(reason)
 
-    def _or_abort(self, call: object, *arguments: object, **options: object) -> None:
-        assert callable(call)
+    def _or_abort(self, call: Callable[..., None], *arguments: object, **options: object) -> None:
         try:
             call(*arguments, **options)
         except TransferError as error:

@@ -1,0 +1,174 @@
+"""Who is there: ranks of a deployment by side, each with a generation, for those who have to find each other.
+
+In memory and thread-safe, without sockets; `directory_service` serves it to other processes. A rank counts once however
+often it registers, and a word of an older generation changes nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal
+
+import kv_planner
+from pydantic import BaseModel, ConfigDict, Field
+
+from kv_transfer.errors import ArgumentError
+from kv_transfer.handshake import Rank
+
+__all__ = ["Directory", "Member", "Place", "Side"]
+
+Side = Literal["prefill", "decode"]
+"""Which side of the transfer a rank is on."""
+
+
+class Place(BaseModel):
+    """A rank and the sizes of its side; the fields of `kv_planner.Placement`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    dp_rank: int = Field(default=0, ge=0, lt=1 << 20)
+    dp_size: int = Field(default=1, ge=1, le=1 << 20)
+    pp_rank: int = Field(default=0, ge=0, lt=1 << 20)
+    pp_size: int = Field(default=1, ge=1, le=1 << 20)
+    dcp_rank: int = Field(default=0, ge=0, lt=1 << 20)
+    dcp_size: int = Field(default=1, ge=1, le=1 << 20)
+    tp_rank: int = Field(default=0, ge=0, lt=1 << 20)
+    tp_size: int = Field(default=1, ge=1, le=1 << 20)
+
+    @classmethod
+    def of(cls, placement: kv_planner.Placement) -> Place:
+        """A planner's placement."""
+        return cls(**{name: getattr(placement, name) for name in cls.model_fields})
+
+    @property
+    def rank(self) -> Rank:
+        """Who it is on its side."""
+        return Rank(self.pp_rank, self.tp_rank, self.dcp_rank, self.dp_rank)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Of its side: data, pipeline, context, tensor."""
+        return self.dp_size, self.pp_size, self.dcp_size, self.tp_size
+
+    @property
+    def group_size(self) -> int:
+        """Ranks of one data-parallel group."""
+        return self.pp_size * self.dcp_size * self.tp_size
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether every rank is below its size."""
+        ranks = (self.dp_rank, self.pp_rank, self.dcp_rank, self.tp_rank)
+        return all(rank < size for rank, size in zip(ranks, self.sizes, strict=True))
+
+
+class Member(BaseModel):
+    """One rank that is there.
+
+    Attributes:
+        side: Prefill or decode.
+        place: Which rank.
+        endpoint: Where it listens; empty for a rank that only connects, as prefill ranks do.
+        serves: Data-parallel group of the other side that it serves, as `Receiver(prefill_dp_rank=...)`.
+        generation: Counts registrations of the whole directory: a restarted rank has a higher one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    side: Side
+    place: Place
+    endpoint: str = Field(default="", max_length=1024)
+    serves: int = Field(default=0, ge=0, lt=1 << 20)
+    generation: int = Field(default=0, ge=0)
+
+
+class Directory:
+    """Members of both sides.
+
+    Args:
+        lifetime: Seconds after which a member that was not renewed is gone.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, *, lifetime: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
+        """Nobody is there."""
+        if not lifetime > 0:
+            raise ArgumentError(f"lifetime: expected a positive number of seconds, got {lifetime!r}", local=lifetime)
+        self._lifetime = lifetime
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._members: dict[tuple[Side, Rank, int], tuple[Member, float]] = {}
+        self._generation = 0
+
+    def register(self, member: Member) -> int:
+        """Adds a rank, in place of an earlier life of the same rank.
+
+        Returns:
+            Its generation, for `renew` and `remove`.
+
+        Raises:
+            ArgumentError: Its rank is impossible, or its side is there with other sizes.
+        """
+        with self._lock:
+            self._expire()
+            if not member.place.is_possible:
+                raise ArgumentError(f"place: {member.place} has a rank that its sizes do not hold")
+            others = [own for own, _ in self._members.values() if own.side == member.side]
+            unlike = next((own for own in others if own.place.sizes != member.place.sizes), None)
+            if unlike is not None:
+                raise ArgumentError(
+                    f"place: {member.side} rank {member.place.rank} says its side is dp, pp, dcp, tp "
+                    f"{member.place.sizes}; rank {unlike.place.rank} said {unlike.place.sizes}",
+                    local=unlike.place.sizes,
+                    remote=member.place.sizes,
+                    consequence="nobody would know when all ranks are there",
+                    remedy="start all ranks of a side with the same sizes, after the old ones have gone",
+                )
+            self._generation += 1
+            key = (member.side, member.place.rank, member.serves)
+            known = member.model_copy(update={"generation": self._generation})
+            self._members[key] = (known, self._clock() + self._lifetime)
+            return self._generation
+
+    def renew(self, generation: int) -> bool:
+        """Says that a member lives.
+
+        Returns:
+            Whether it is there; False for one that was replaced, removed or is gone: it must register again.
+        """
+        with self._lock:
+            self._expire()
+            for key, (member, _) in self._members.items():
+                if member.generation == generation:
+                    self._members[key] = (member, self._clock() + self._lifetime)
+                    return True
+            return False
+
+    def remove(self, generation: int) -> bool:
+        """Takes a member out; a later life of the same rank stays.
+
+        Returns:
+            Whether it was there.
+        """
+        with self._lock:
+            key = next((key for key, (member, _) in self._members.items() if member.generation == generation), None)
+            if key is not None:
+                del self._members[key]
+            return key is not None
+
+    def members(self, side: Side) -> tuple[Member, ...]:
+        """Those of a side that live, by rank."""
+        with self._lock:
+            self._expire()
+            return tuple(self._members[key][0] for key in sorted(self._members) if key[0] == side)
+
+    def is_whole(self, side: Side, dp_rank: int = 0) -> bool:
+        """Whether all distinct ranks of a data-parallel group are there."""
+        group = [member.place for member in self.members(side) if member.place.dp_rank == dp_rank]
+        return bool(group) and len({place.rank for place in group}) == group[0].group_size
+
+    def _expire(self) -> None:
+        now = self._clock()
+        self._members = {key: own for key, own in self._members.items() if own[1] > now}
