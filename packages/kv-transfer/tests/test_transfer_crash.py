@@ -25,7 +25,7 @@ FAULTS: list[type[BaseException]] = [RuntimeError, MemoryError, Panic]
 
 
 def _raising(kind: type[BaseException]) -> Callable[..., object]:
-    def fail(*arguments: object) -> object:
+    def fail(*arguments: object, **options: object) -> object:
         raise kind("broken by the test")
 
     return fail

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from kv_transfer.sender_group import GroupSession as GroupSession
     from kv_transfer.sender_group import SenderGroup as SenderGroup
     from kv_transfer.sender_session import SenderSession as SenderSession
+    from kv_transfer.shared_memory import SharedArena as SharedArena
     from kv_transfer.states import ReceiverState as ReceiverState
     from kv_transfer.states import SenderState as SenderState
 
@@ -70,6 +71,7 @@ _HOMES = {
     "directory": ("Directory", "Member", "Place"),
     "directory_service": ("DirectoryClient", "DirectoryServer"),
     "engine": ("EngineCapabilities", "TransferEngine", "TransferHandle", "TransferState", "TransferStatus"),
+    "shared_memory": ("SharedArena",),
     "errors": (
         "ArgumentError",
         "CoverageError",
@@ -139,6 +141,7 @@ __all__ = [
     "SenderSession",
     "SenderState",
     "SessionStateError",
+    "SharedArena",
     "Timeouts",
     "TransferAborted",
     "TransferEngine",

@@ -1,7 +1,8 @@
-"""`python -m kv_transfer`: looks at a machine before it serves. Needs the extra `cli`."""
+"""`python -m kv_transfer`: looks at a machine and at a plan before they serve. Needs the extra `cli`."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 try:
@@ -12,6 +13,9 @@ except ModuleNotFoundError as error:
     raise SystemExit(f"python -m kv_transfer needs {error.name}: pip install 'kv-transfer[cli]'") from None
 
 from kv_transfer.doctor import Report, examine
+from kv_transfer.explain import explain as explain_sides
+from kv_transfer.explain import read_side
+from kv_transfer.picture import draw
 from kv_transfer.registry import engine_names
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -19,7 +23,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.callback()
 def main() -> None:
-    """Moves KV from prefill to decode: checks of a machine."""
+    """Moves KV from prefill to decode: checks of a machine, and of two deployments."""
 
 
 @app.command()
@@ -33,15 +37,51 @@ def doctor(
     Exits with 0 when an engine reaches other processes and nothing is a problem, with 1 otherwise, with 2 for a name
     that is no engine.
     """
-    unknown = sorted(set(engine or ()) - set(engine_names()))
-    if unknown:
-        raise typer.BadParameter(f"{', '.join(unknown)}: expected some of {', '.join(engine_names())}")
+    _require_names(engine)
     report = examine(tuple(engine) if engine else None, seconds=seconds)
     if as_json:
         typer.echo(report.model_dump_json(indent=2))
     else:
         _show(Console(), report)
     raise typer.Exit(0 if report.ok else 1)
+
+
+@app.command()
+def explain(
+    prefill: Annotated[Path, typer.Argument(help="Description of the sending side (python -m kv_planner schema).")],
+    decode: Annotated[Path, typer.Argument(help="Description of the receiving side.")],
+    pages: Annotated[int, typer.Option(min=1, max=1 << 16, help="Pages of the request that is counted.")] = 1,
+    engine: Annotated[list[str] | None, typer.Option(help="Only these engines; may be given several times.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Draw who sends what to whom (png, svg, pdf).")] = None,
+) -> None:
+    """Says who sends what to whom and how long each engine takes, or all reasons why the two sides do not fit.
+
+    Rates are measured on this machine. Exits with 0 when the sides agree, with 1 when they are refused, with 2 when the
+    input is not usable.
+    """
+    _require_names(engine)
+    try:
+        sides = [read_side(path) for path in (prefill, decode)]
+        found = explain_sides(*sides, pages=pages)
+        if found.plan.agrees:
+            reports = examine(tuple(engine) if engine else None).engines
+            found = explain_sides(*sides, pages=pages, engines=reports)
+            if picture is not None:
+                draw(found.plan, picture)
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"--picture needs {error.name}: pip install 'kv-transfer[picture]'") from None
+    except (OSError, ValueError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    typer.echo(found.model_dump_json(indent=2) if as_json else found.text())
+    raise typer.Exit(0 if found.plan.agrees else 1)
+
+
+def _require_names(engine: list[str] | None) -> None:
+    unknown = sorted(set(engine or ()) - set(engine_names()))
+    if unknown:
+        raise typer.BadParameter(f"{', '.join(unknown)}: expected some of {', '.join(engine_names())}")
 
 
 def _show(console: Console, report: Report) -> None:

@@ -94,6 +94,11 @@ class RegionTable:
             self._rebuild()
             return True
 
+    def sizes(self) -> dict[int, int]:
+        """Bytes of every open range, by address."""
+        with self.lock:
+            return {address: size for address, (size, _) in self._regions.items()}
+
     def clear(self) -> tuple[int, ...]:
         """Closes all ranges and returns their addresses."""
         with self.lock:

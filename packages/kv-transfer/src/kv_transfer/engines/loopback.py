@@ -1,7 +1,7 @@
-"""The `loopback` engine: both peers in one process, bytes moved by memmove.
+"""The `loopback` engine: both peers in one process, or on one host with shared memory; bytes moved by memmove.
 
 The reference for what an engine promises: memory is checked on both sides before each block, and bytes move inside
-`poll` only, so that a test can stop between any two blocks. It does not reach other processes.
+`poll` only, so that a test can stop between any two blocks. Memory of other processes is `shared_memory`'s.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from kv_transfer.engine import DONE, Blocks, EngineCapabilities, TransferHandle,
 from kv_transfer.errors import EngineError, RegionError
 from kv_transfer.process import process_name
 from kv_transfer.regions import RegionTable
+from kv_transfer.shared_memory import Board, PeerBoard
 
 __all__ = ["LoopbackEngine"]
 
@@ -34,9 +35,10 @@ class _Handle(TransferHandle):
 
 
 class LoopbackEngine:
-    """Moves bytes between engines of one process.
+    """Moves bytes between engines of one process, or of one host.
 
     Args:
+        shared: Reaches other processes; then registered memory lies in a `SharedArena`.
         blocks_per_poll: Blocks that one `poll` moves; None moves the whole batch.
         max_entries_per_batch: Longest batch.
         max_block_bytes: Longest block.
@@ -45,6 +47,7 @@ class LoopbackEngine:
     def __init__(
         self,
         *,
+        shared: bool = False,
         blocks_per_poll: int | None = None,
         max_entries_per_batch: int | None = 1024,
         max_block_bytes: int | None = None,
@@ -54,14 +57,21 @@ class LoopbackEngine:
             raise ValueError(f"blocks_per_poll: expected None or at least 1, got {blocks_per_poll}")
         self._blocks_per_poll = blocks_per_poll
         self._capabilities = EngineCapabilities(
-            max_entries_per_batch=max_entries_per_batch, max_block_bytes=max_block_bytes, progress_on_poll=True
+            max_entries_per_batch=max_entries_per_batch,
+            max_block_bytes=max_block_bytes,
+            cross_process=shared,
+            progress_on_poll=True,
         )
+        self._board = Board() if shared else None
+        self._peers: dict[str, PeerBoard] = {}
         self._regions = RegionTable()
         self._pending: weakref.WeakSet[_Handle] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._closed = False
         self._pid = os.getpid()
         self._session = f"loopback:{process_name()}:{next(_NUMBERS)}"
+        if self._board is not None:
+            self._session = self._board.path
         with _SESSIONS_LOCK:
             _SESSIONS[self._session] = self
 
@@ -85,12 +95,18 @@ class LoopbackEngine:
         with self._lock:
             self._refuse_unusable()
             self._regions.add(address, nbytes)
+            try:
+                self._publish()
+            except BaseException:
+                self._regions.remove(address)
+                raise
 
     def unregister(self, address: int) -> None:
         """See `TransferEngine.unregister`."""
         with self._lock:
             if not self._closed:
                 self._regions.remove(address)
+                self._publish()
 
     def submit(self, peer: str, batch: Blocks) -> TransferHandle:
         """See `TransferEngine.submit`."""
@@ -130,8 +146,18 @@ class LoopbackEngine:
             for handle in list(self._pending):
                 handle.settle(TransferStatus(TransferState.FAILED, f"engine {self._session} was closed"))
             self._regions.clear()
+            if self._board is not None and self._pid == os.getpid():
+                self._board.close()
+                self._board = None
+            for board in self._peers.values():
+                board.close()
+            self._peers.clear()
         with _SESSIONS_LOCK:
             _SESSIONS.pop(self._session, None)
+
+    def _publish(self) -> None:
+        if self._board is not None:
+            self._board.publish(self._regions.sizes())
 
     def _refuse_unusable(self) -> None:
         if self._closed:
@@ -147,21 +173,48 @@ class LoopbackEngine:
     def _advance(self, handle: _Handle) -> None:
         with _SESSIONS_LOCK:
             peer = _SESSIONS.get(handle.peer)
-        if peer is None:
-            handle.settle(
-                TransferStatus(TransferState.FAILED, f"no engine with session {handle.peer!r} in this process")
-            )
+        board = self._find_board(handle.peer) if peer is None else None
+        if peer is None and board is None:
+            where = "on this host" if self._board is not None else "in this process"
+            handle.settle(TransferStatus(TransferState.FAILED, f"no engine with session {handle.peer!r} {where}"))
             return
         stop = handle.blocks
         if self._blocks_per_poll is not None:
             stop = min(stop, handle.position + self._blocks_per_poll)
         try:
-            self._move(peer, handle, stop)
-        except RegionError as error:
+            if peer is not None:
+                self._move(peer, handle, stop)
+            elif board is not None:
+                self._move_out(board, handle, stop)
+        except (RegionError, OSError) as error:
             handle.settle(TransferStatus(TransferState.FAILED, str(error)))
             return
         if handle.position == handle.blocks:
             handle.settle(DONE)
+
+    def _find_board(self, session: str) -> PeerBoard | None:
+        if self._board is None:
+            return None
+        if session not in self._peers:
+            try:
+                self._peers[session] = PeerBoard(session)
+            except OSError:
+                return None
+        return self._peers[session]
+
+    def _move_out(self, board: PeerBoard, handle: _Handle, stop: int) -> None:
+        source = handle.batch.source[handle.position : stop]
+        destination = handle.batch.destination[handle.position : stop]
+        nbytes = handle.batch.nbytes[handle.position : stop]
+        with self._regions.lock, board.open_regions() as regions:
+            self._regions.check(source, nbytes, "source")
+            table = RegionTable()
+            for address, size in regions:
+                table.add(address, size)
+            table.check(destination, nbytes, "destination")
+            for to, from_, count in zip(destination.tolist(), source.tolist(), nbytes.tolist(), strict=True):
+                ctypes.memmove(board.here(to), from_, count)
+                handle.position += 1
 
     def _move(self, peer: LoopbackEngine, handle: _Handle, stop: int) -> None:
         source = handle.batch.source[handle.position : stop]

@@ -1,0 +1,101 @@
+"""explain: who sends what to whom, how long it takes, and a picture of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from kv_planner.explain import Deployment
+
+from kv_transfer.doctor import EngineReport
+from kv_transfer.explain import explain
+from kv_transfer.picture import draw
+
+MODEL = {
+    "fingerprint": "m",
+    "page_size": 16,
+    "components": [
+        {"component": kind, "layers": "0..3", "dtype": "bfloat16", "total_heads": 2, "dims": 64}
+        for kind in ("key", "value")
+    ],
+}
+FAST = EngineReport(
+    name="fast", works=True, cross_process=True, megabytes_per_second=1000.0, microseconds_per_block=0.0
+)
+SLOW = EngineReport(
+    name="slow", works=True, cross_process=True, megabytes_per_second=1000.0, microseconds_per_block=50.0
+)
+BROKEN = EngineReport(name="broken", works=False, problem="absent")
+
+
+def _side(**parallelism: object) -> Deployment:
+    return Deployment.model_validate({"model": MODEL, "parallelism": parallelism})
+
+
+def test_the_slowest_rank_sets_the_time() -> None:
+    found = explain(_side(pipeline=2), _side(), pages=8, engines=[FAST, SLOW, BROKEN])
+    moved = [move.bytes for move in found.plan.transfers]
+    assert len(moved) == 2 and len(set(moved)) == 1
+    fast, slow = found.estimates
+    # Both stages send at once, but one rank receives them both.
+    assert fast.seconds_joined == pytest.approx(2 * moved[0] / 1e9)
+    blocks = sum(move.blocks_scattered for move in found.plan.transfers)
+    assert blocks == 2 * 2 * 2 * 8
+    assert slow.seconds_scattered == pytest.approx(2 * moved[0] / 1e9 + blocks * 50e-6)
+    assert slow.seconds_joined < slow.seconds_scattered
+    assert "slow: " in found.text() and "at 1000 MB/s and 50.0 µs a block" in found.text()
+    assert "broken" not in found.text()
+
+
+def test_sides_that_do_not_fit_have_reasons_and_no_times(tmp_path: Path) -> None:
+    other = {**MODEL, "page_size": 32}
+    found = explain(_side(), Deployment.model_validate({"model": other}), engines=[FAST])
+    assert not found.plan.agrees and found.estimates == ()
+    assert "page_size" in found.text()
+    with pytest.raises(ValueError, match="do not agree"):
+        draw(found.plan, tmp_path / "none.png")
+
+
+def test_the_picture_names_every_rank_and_every_transfer(tmp_path: Path) -> None:
+    found = explain(_side(pipeline=2, tensor=4), _side(tensor=2), pages=3)
+    path = tmp_path / "plan.svg"
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        draw(found.plan, path)
+    text = " ".join(ElementTree.parse(path).getroot().itertext())
+    for rank in (*found.plan.prefill, *found.plan.decode):
+        assert rank.place in text
+    assert text.count("MB") == len(found.plan.transfers) > 2
+    assert any(rank.idle for rank in found.plan.prefill) == ("(nothing)" in text)
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    for name, side in (("p", _side(pipeline=2)), ("d", _side())):
+        (tmp_path / f"{name}.json").write_text(side.model_dump_json())
+    (tmp_path / "bad.json").write_text("{}")
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "kv_transfer", "explain", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+            cwd=tmp_path,
+            env=dict(os.environ),
+        )
+
+    done = run("p.json", "d.json", "--pages", "4", "--engine", "loopback", "--json", "--picture", "plan.png")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["plan"]["agrees"] and [own["engine"] for own in report["estimates"]] == ["loopback"]
+    assert report["estimates"][0]["seconds_joined"] > 0
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert run("p.json", "bad.json").returncode == 2
+    assert run("p.json", "d.json", "--engine", "rdma").returncode == 2
