@@ -1,5 +1,5 @@
 //! Owns what every type says about itself in plain words, for people. It does not own
-//! a format that programs read: that is JSON.
+//! a format that programs read: that is JSON. Long because one place for all words keeps them alike.
 
 use crate::agree::{Agreement, id_list};
 use crate::deployment::Deployment;

@@ -146,7 +146,7 @@ def test_unknown_device_is_refused() -> None:
 
 
 def test_memory_used_by_another_stream_is_not_handed_out_while_that_is_blocked(attention: Any) -> None:
-    side = torch_npu.npu.Stream()
+    side = torch_npu.npu.Stream(priority=-1)  # of another pool than the stream of updates, which it would block
     attention.graph.replay()
     side.wait_stream(torch_npu.npu.current_stream())
     tensor = torch.full((3000,), 2.0, device="npu:0")

@@ -46,8 +46,9 @@ from kv_planner import RowField, RowLayout
 __all__ = ["BUCKETS", "KINDS", "equal", "flat"]
 
 BUCKETS, ROWS, WIDTH, STEPS = (1, 2, 4), 4, mtp_mimo.WINDOW, 2
-# A last bit of a product can move a rounding to bfloat16, and three layers carry that on; a wrong length or row moves
-# outputs, whose size is about 3, by as much.
+# For batches that do not fill their bucket, the others must give the same bits. A last bit of a product of another
+# shape can move a rounding to bfloat16, and three layers carry that on; a wrong length or row moves outputs, whose size
+# is about 3, by as much.
 TOLERANCE = {"rtol": 5e-2, "atol": 0.4}
 KINDS = ("decode", "target_verify", "draft_decode", "draft_extend", "multi_step_draft_extend")
 
