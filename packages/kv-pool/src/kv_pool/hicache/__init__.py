@@ -16,6 +16,7 @@ from kv_pool.hicache.metrics import CacheMetrics
 from kv_pool.hicache.movers import Mover, MoverCapabilities, MoverName, create_mover, mover_names, whole_pages
 from kv_pool.hicache.ranks import HitAgreement, owner_rank
 from kv_pool.hicache.storage import (
+    Closes,
     FileStorage,
     PageStorage,
     Prefetch,
@@ -36,6 +37,7 @@ __all__ = [
     "CacheCounters",
     "CacheMetrics",
     "Canary",
+    "Closes",
     "FileStorage",
     "HiCacheController",
     "HitAgreement",

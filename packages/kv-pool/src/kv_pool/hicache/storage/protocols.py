@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["PageStorage", "Pieces", "RegistersMemory"]
+__all__ = ["Closes", "PageStorage", "Pieces", "RegistersMemory"]
 
 Pieces: TypeAlias = Sequence[npt.NDArray[np.uint8]]
 """Arrays of bytes, contiguous, in the order in which a store keeps them."""
@@ -57,3 +57,11 @@ class RegistersMemory(Protocol):
         Raises:
             StorageError: It cannot be prepared.
         """
+
+
+@runtime_checkable
+class Closes(Protocol):
+    """A store that holds something which it must give back: connections, threads, registered memory."""
+
+    def close(self) -> None:
+        """Give it back; a second call does nothing."""
