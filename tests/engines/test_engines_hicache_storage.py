@@ -85,12 +85,18 @@ def backend(folder: Path, host: Any, **changes: Any) -> Any:
 
 def hashes(pages: int) -> list[str]:
     """SGLang's hashes of pages; a golden file of the planner holds them equal."""
-    return page_hashes(list(range(pages * PAGE)), PAGE)
+    return list(page_hashes(list(range(pages * PAGE)), PAGE))
 
 
 def buffers(host: Any) -> list[torch.Tensor]:
     names = ("k_buffer", "v_buffer", "index_k_buffer")
     return [held for name in names if isinstance(held := getattr(host, name, None), torch.Tensor)]
+
+
+def by_page(tensor: torch.Tensor, axis: int) -> torch.Tensor:
+    """The axis of slots to the front, in pages."""
+    moved = tensor.movedim(axis, 0)
+    return moved.reshape(-1, PAGE, *moved.shape[1:])
 
 
 def test_the_class_is_what_the_engine_asks_for() -> None:
@@ -106,7 +112,7 @@ def test_the_class_is_what_the_engine_asks_for() -> None:
 
 @pytest.mark.parametrize("kind", ["mha", "mha_packed", "mha_page_first", "mha_layer_first", "mla", "mla_index"])
 def test_host_pages_go_and_come_in_place(tmp_path: Path, kind: str) -> None:
-    index = {"index_head_dim": 128, "indexer_layer_ids": [0, 2]} if kind == "mla_index" else {}
+    index: dict[str, Any] = {"index_head_dim": 128, "indexer_layer_ids": [0, 2]} if kind == "mla_index" else {}
     drafts = (draft_pool(), draft_pool()) if kind == "mha_packed" else ()
     layout = kind.removeprefix("mha_") if kind.endswith("_first") else "page_first_direct"
     host = mha_host(Pair().theirs, layout, drafts) if kind.startswith("mha") else mla_host(mla_pool(**index))
@@ -126,7 +132,7 @@ def test_host_pages_go_and_come_in_place(tmp_path: Path, kind: str) -> None:
     assert store.batch_get_v1(keys, slots(back)) == [True, True, True, False]
     for buffer, old in zip(held, before, strict=True):
         axis = 0 if paged else buffer.dim() - 3 - (kind == "mha_page_first")
-        pages, olds = (one if paged else one.movedim(axis, 0).unflatten(0, (-1, PAGE)) for one in (buffer, old))
+        pages, olds = (one if paged else by_page(one, axis) for one in (buffer, old))
         for source, target in zip(there, back, strict=False):
             assert torch.equal(pages[target], olds[source])
         assert (pages[[0, 2, 5]] == -7).all()

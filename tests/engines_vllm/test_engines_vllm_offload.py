@@ -84,11 +84,11 @@ def test_the_class_is_what_the_engine_asks_for() -> None:
 
 def test_blocks_go_and_come(tmp_path: Path) -> None:
     before, after = memory(1), np.zeros((BLOCKS, BYTES), np.int8)
-    made = tier(tmp_path, memoryview(before))
+    made = tier(tmp_path, before.data)
     assert made.tier_type == "kv_pool" and made.lookup(KEYS[0], CONTEXT) is False
     made.submit_store(job(7, [0, 1, 2], [4, 1, 6], load=False))
     assert finished(made) == {7: True} and made.lookup(KEYS[1], CONTEXT) is True
-    again = tier(tmp_path, memoryview(after))
+    again = tier(tmp_path, after.data)
     again.submit_load(job(8, [2, 0], [3, 5], load=True))
     again.submit_load(job(9, [1, 9], [2, 0], load=True))  # the second block is not there: the job has failed
     assert finished(again) == {8: True, 9: False}
@@ -98,22 +98,22 @@ def test_blocks_go_and_come(tmp_path: Path) -> None:
 
 
 def test_every_part_of_the_identity_counts(tmp_path: Path) -> None:
-    made = tier(tmp_path, memoryview(memory(1)))
+    made = tier(tmp_path, memory(1).data)
     made.submit_store(job(1, [0], [0], load=False))
-    assert finished(made) == {1: True} and tier(tmp_path, memoryview(memory(2))).lookup(KEYS[0], CONTEXT) is True
+    assert finished(made) == {1: True} and tier(tmp_path, memory(2).data).lookup(KEYS[0], CONTEXT) is True
     changes: list[dict[str, Any]] = [
         {"model": "m/y"}, {"dtype": "fp8"}, {"tensor_parallel_size": 4}, {"rank": 1}, {"groups": 2}, {"factor": 2},
         {"pipeline_parallel_size": 2}, {"decode_context_parallel_size": 2}, {"salt": "x"},
         {"prefill_context_parallel_size": 2},
     ]  # fmt: skip
     for change in changes:
-        assert tier(tmp_path, memoryview(memory(1)), **change).lookup(KEYS[0], CONTEXT) is False, change
-    assert tier(tmp_path, memoryview(memory(1)[:, :2048].copy())).lookup(KEYS[0], CONTEXT) is False
+        assert tier(tmp_path, memory(1).data, **change).lookup(KEYS[0], CONTEXT) is False, change
+    assert tier(tmp_path, memory(1)[:, :2048].copy().data).lookup(KEYS[0], CONTEXT) is False
     assert made.lookup(make_offload_key(KEYS[0][:-4], 1), CONTEXT) is False  # another group
 
 
 def test_damage_and_failure_are_failed_jobs(tmp_path: Path) -> None:
-    made = tier(tmp_path, memoryview(memory(1)))
+    made = tier(tmp_path, memory(1).data)
     made.submit_store(job(1, [0, 1], [0, 1], load=False))
     assert finished(made) == {1: True}
     key = made._keys([KEYS[1]])[0]
@@ -121,7 +121,7 @@ def test_damage_and_failure_are_failed_jobs(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     made.submit_load(job(2, [0, 1], [2, 3], load=True))
     assert finished(made) == {2: False} and made.lookup(KEYS[1], CONTEXT) is False
-    for view in (memoryview(bytes(64)), memoryview(bytearray(64)), memoryview(memory(1)[:, ::2])):
+    for view in (memoryview(bytes(64)), memoryview(bytearray(64)), memory(1)[:, ::2].data):
         with pytest.raises(StorageError, match="primary_kv_view"):
             tier(tmp_path, view)
 
