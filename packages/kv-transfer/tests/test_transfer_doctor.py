@@ -17,6 +17,7 @@ def test_engines_that_work_here_are_found_working() -> None:
     report = examine()
     by_name = {engine.name: engine for engine in report.engines}
     assert {"loopback", "mooncake", "nixl"} <= set(by_name)
+    assert "store_url" in by_name.pop("memfabric").problem
     for engine in by_name.values():
         assert engine.works and not engine.problem and (engine.megabytes_per_second or 0) > 0, engine
     assert not by_name["loopback"].cross_process and by_name["nixl"].cross_process
@@ -73,4 +74,4 @@ def test_the_command_line() -> None:
     assert done.returncode == 1
     assert [item["name"] for item in json.loads(done.stdout)["engines"]] == ["loopback"]
     done = _cli("doctor", "--engine", "rdma")
-    assert done.returncode == 2 and "loopback, mooncake, nixl" in done.stderr
+    assert done.returncode == 2 and "loopback, memfabric, mooncake, nixl" in done.stderr

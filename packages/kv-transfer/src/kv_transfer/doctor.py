@@ -126,7 +126,11 @@ def _try_apart(name: str, seconds: float) -> EngineReport:
 def _try(name: str) -> EngineReport:
     """Write between two engines of this process, in few large and in many small blocks, and compare the bytes."""
     try:
-        writer, reader = create_engine(name), create_engine(name)
+        try:
+            writer, reader = create_engine(name), create_engine(name)
+        except TypeError as error:
+            problem = f"it cannot be made without options, which are its deployment's: {error}"
+            return EngineReport(name=name, works=False, problem=problem)
         try:
             source = np.random.default_rng(0).integers(0, 256, _BYTES, dtype=np.uint8)
             target = np.zeros_like(source)

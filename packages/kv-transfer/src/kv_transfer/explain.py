@@ -53,10 +53,9 @@ class Explanation(_Data):
         if self.estimates:
             lines.append("\nestimated time of the slowest rank, from rates measured on this machine:")
         for own in self.estimates:
-            lines.append(
-                f"  {own.engine}: {_time(own.seconds_joined)} (pages together) to {_time(own.seconds_scattered)} "
-                f"(pages scattered), at {own.megabytes_per_second:.0f} MB/s and {own.microseconds_per_block:.1f} µs a block"
-            )
+            times = f"{_time(own.seconds_joined)} (pages together) to {_time(own.seconds_scattered)} (pages scattered)"
+            rates = f"{own.megabytes_per_second:.0f} MB/s and {own.microseconds_per_block:.1f} µs a block"
+            lines.append(f"  {own.engine}: {times}, at {rates}")
         return "\n".join(lines)
 
 

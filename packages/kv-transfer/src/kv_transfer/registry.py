@@ -16,6 +16,7 @@ __all__ = ["create_engine", "engine_names", "register_engine"]
 
 _FACTORIES: dict[str, str] = {
     "loopback": "kv_transfer.engines.loopback:LoopbackEngine",
+    "memfabric": "kv_transfer.engines.memfabric:MemfabricEngine",
     "mooncake": "kv_transfer.engines.mooncake:MooncakeEngine",
     "nixl": "kv_transfer.engines.nixl:NixlEngine",
 }
@@ -51,7 +52,7 @@ def create_engine(name: str, **options: object) -> TransferEngine:
     """Creates an engine.
 
     Args:
-        name: "loopback", "mooncake", "nixl", or a name given to `register_engine`.
+        name: "loopback", "memfabric", "mooncake", "nixl", or a name given to `register_engine`.
         **options: Passed to the engine's class.
 
     Raises:

@@ -12,14 +12,12 @@ import atexit
 import importlib
 import math
 import os
-import queue
-import threading
 import weakref
 from typing import Literal, Protocol, cast
 
-from kv_transfer.engine import DONE, Blocks, EngineCapabilities, TransferHandle, TransferState, TransferStatus
+from kv_transfer.engine import EngineCapabilities
+from kv_transfer.engines.blocking import BlockingEngine, check_workers
 from kv_transfer.errors import EngineError, EngineUnavailable
-from kv_transfer.regions import RegionTable
 
 __all__ = ["MooncakeEngine", "describe_code"]
 
@@ -68,21 +66,12 @@ class _Library(Protocol):
     ) -> int: ...
 
 
-class _Handle(TransferHandle):
-    __slots__ = ("batch", "cancelled")
-
-    def __init__(self, peer: str, batch: Blocks) -> None:
-        super().__init__(peer, len(batch.nbytes), int(batch.nbytes.sum()))
-        self.batch = batch
-        self.cancelled = threading.Event()
-
-
 def describe_code(code: int) -> str:
     """What a return code of the library means, in words."""
     return f"{_CODES.get(code, 'a code without a known meaning')} (mooncake code {code})"
 
 
-class MooncakeEngine:
+class MooncakeEngine(BlockingEngine):
     """Moves bytes with Mooncake, one blocking call at a time on threads of its own.
 
     Args:
@@ -121,8 +110,7 @@ class MooncakeEngine:
                 consequence="the library would accept the name silently and might use another transport",
                 remedy="use 'tcp'",
             )
-        if workers < 1:
-            raise ValueError(f"workers: expected at least 1, got {workers}")
+        check_workers(workers)
         if transfer_timeout is not None:
             if not (math.isfinite(transfer_timeout) and transfer_timeout > 0):
                 raise ValueError(f"transfer_timeout: expected a positive number of seconds, got {transfer_timeout!r}")
@@ -139,134 +127,30 @@ class MooncakeEngine:
                 remedy="check the host name, and that ports of MC_MIN_RPC_PORT to MC_MAX_RPC_PORT are free",
             )
         self._library = library
-        self._session = f"{hostname}:{library.get_rpc_port()}"
-        self._capabilities = EngineCapabilities(
-            max_entries_per_batch=max_entries_per_batch, max_block_bytes=max_block_bytes, cross_process=True
+        super().__init__(
+            "mooncake",
+            f"{hostname}:{library.get_rpc_port()}",
+            EngineCapabilities(
+                max_entries_per_batch=max_entries_per_batch, max_block_bytes=max_block_bytes, cross_process=True
+            ),
+            workers,
         )
-        self._regions = RegionTable()
-        self._queue: queue.SimpleQueue[_Handle | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._closed = False
-        self._workers = tuple(
-            threading.Thread(target=self._work, name=f"kv-transfer-mooncake-{index}", daemon=True)
-            for index in range(workers)
-        )
-        for worker in self._workers:
-            worker.start()
         _OPEN.add(self)
 
-    @property
-    def name(self) -> str:
-        """Always "mooncake"."""
-        return "mooncake"
+    def _register(self, address: int, nbytes: int) -> int:
+        return self._library.register_memory(address, nbytes)
 
-    @property
-    def session(self) -> str:
-        """Host and the port that the library really has."""
-        return self._session
+    def _unregister(self, address: int) -> int:
+        return self._library.unregister_memory(address)
 
-    @property
-    def capabilities(self) -> EngineCapabilities:
-        """As given to the constructor."""
-        return self._capabilities
+    def _write(self, peer: str, source: list[int], destination: list[int], nbytes: list[int]) -> int:
+        return self._library.batch_transfer_sync_write(peer, source, destination, nbytes)
 
-    def register(self, address: int, nbytes: int) -> None:
-        """See `TransferEngine.register`."""
-        with self._regions.lock:
-            self._refuse_closed()
-            if not self._regions.add(address, nbytes):
-                return
-            code = self._library.register_memory(address, nbytes)
-            if code != 0:
-                self._regions.remove(address)
-                raise EngineError(
-                    f"mooncake cannot register {nbytes} bytes at {address:#x}: {describe_code(code)}",
-                    code=code,
-                    local=(address, nbytes),
-                    consequence="the range stays closed",
-                )
+    def _shut_down(self) -> None:
+        del self._library
 
-    def unregister(self, address: int) -> None:
-        """See `TransferEngine.unregister`."""
-        with self._regions.lock:
-            if self._closed:
-                return
-            if self._regions.remove(address):
-                code = self._library.unregister_memory(address)
-                if code != 0:
-                    raise EngineError(
-                        f"mooncake cannot unregister {address:#x}: {describe_code(code)}",
-                        code=code,
-                        local=address,
-                        consequence="peers may still be able to write there",
-                        remedy="close the engine before the memory is freed",
-                    )
-
-    def submit(self, peer: str, batch: Blocks) -> TransferHandle:
-        """See `TransferEngine.submit`."""
-        self._refuse_closed()
-        limit = self._capabilities.max_entries_per_batch
-        if limit is not None and len(batch.nbytes) > limit:
-            raise EngineError(
-                f"batch of {len(batch.nbytes)} blocks, the engine takes {limit}",
-                local=len(batch.nbytes),
-                remedy="lower the plan with this engine's capabilities",
-            )
-        self._regions.check(batch.source, batch.nbytes, "source")
-        handle = _Handle(peer, batch)
-        with self._lock:
-            self._refuse_closed()
-            self._queue.put(handle)
-        return handle
-
-    def poll(self, handle: TransferHandle) -> TransferStatus:
-        """See `TransferEngine.poll`."""
-        return handle.status
-
-    def cancel(self, handle: TransferHandle) -> None:
-        """Ends a batch that waits. One that runs ends by itself, at the latest after the library's time-out."""
-        if isinstance(handle, _Handle):
-            handle.cancelled.set()
-
-    def close(self) -> None:
-        """Lets running batches end, fails waiting ones, unregisters all memory and stops the threads."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        for _ in self._workers:
-            self._queue.put(None)
-        for worker in self._workers:
-            worker.join()
-        with self._regions.lock:
-            for address in self._regions.clear():
-                self._library.unregister_memory(address)
-            del self._library
-
-    def _refuse_closed(self) -> None:
-        if self._closed:
-            raise EngineError(f"engine {self._session} is closed", local=self._session)
-
-    def _work(self) -> None:
-        while (handle := self._queue.get()) is not None:
-            if self._closed:
-                handle.settle(TransferStatus(TransferState.FAILED, f"engine {self._session} was closed"))
-            elif handle.cancelled.is_set():
-                handle.settle(TransferStatus(TransferState.FAILED, "cancelled"))
-            else:
-                handle.settle(self._write(handle))
-
-    def _write(self, handle: _Handle) -> TransferStatus:
-        batch = handle.batch
-        code = self._library.batch_transfer_sync_write(
-            handle.peer, batch.source.tolist(), batch.destination.tolist(), batch.nbytes.tolist()
-        )
-        if code == 0:
-            return DONE
-        return TransferStatus(
-            TransferState.FAILED,
-            f"mooncake write of {handle.blocks} blocks, {handle.nbytes} bytes, to {handle.peer}: {describe_code(code)}",
-        )
+    def _describe(self, code: int) -> str:
+        return describe_code(code)
 
 
 def _load() -> _Library:

@@ -1,0 +1,191 @@
+"""What engines share whose library has one blocking call for a batch: registered memory, worker threads, codes.
+
+A batch cannot be interrupted: `cancel` ends what waits, and what runs ends by itself. The library's calls are the
+subclass's.
+"""
+
+from __future__ import annotations
+
+import abc
+import queue
+import threading
+
+from kv_transfer.engine import DONE, Blocks, EngineCapabilities, TransferHandle, TransferState, TransferStatus
+from kv_transfer.errors import EngineError
+from kv_transfer.regions import RegionTable
+
+__all__ = ["BlockingEngine", "check_workers"]
+
+
+def check_workers(workers: int) -> int:
+    """The number of worker threads.
+
+    Raises:
+        ValueError: Less than one.
+    """
+    if workers < 1:
+        raise ValueError(f"workers: expected at least 1, got {workers}")
+    return workers
+
+
+class _Handle(TransferHandle):
+    __slots__ = ("batch", "cancelled")
+
+    def __init__(self, peer: str, batch: Blocks) -> None:
+        super().__init__(peer, len(batch.nbytes), int(batch.nbytes.sum()))
+        self.batch = batch
+        self.cancelled = threading.Event()
+
+
+class BlockingEngine(abc.ABC):
+    """A `TransferEngine` over blocking calls whose codes are 0 for success.
+
+    Args:
+        name: As for `create_engine`.
+        session: What peers reach it by.
+        capabilities: Its limits.
+        workers: Batches on their way at once.
+    """
+
+    def __init__(self, name: str, session: str, capabilities: EngineCapabilities, workers: int) -> None:
+        """Starts the worker threads; the library has started."""
+        self._name = name
+        self._session = session
+        self._capabilities = capabilities
+        self._regions = RegionTable()
+        self._queue: queue.SimpleQueue[_Handle | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._workers = tuple(
+            threading.Thread(target=self._work, name=f"kv-transfer-{name}-{index}", daemon=True)
+            for index in range(workers)
+        )
+        for worker in self._workers:
+            worker.start()
+
+    @property
+    def name(self) -> str:
+        """The name under which it was created."""
+        return self._name
+
+    @property
+    def session(self) -> str:
+        """Host and the port that the library really has."""
+        return self._session
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """As given to the constructor."""
+        return self._capabilities
+
+    def register(self, address: int, nbytes: int) -> None:
+        """See `TransferEngine.register`."""
+        with self._regions.lock:
+            self._refuse_closed()
+            if not self._regions.add(address, nbytes):
+                return
+            code = self._register(address, nbytes)
+            if code != 0:
+                self._regions.remove(address)
+                raise EngineError(
+                    f"{self._name} cannot register {nbytes} bytes at {address:#x}: {self._describe(code)}",
+                    code=code,
+                    local=(address, nbytes),
+                    consequence="the range stays closed",
+                )
+
+    def unregister(self, address: int) -> None:
+        """See `TransferEngine.unregister`."""
+        with self._regions.lock:
+            if self._closed:
+                return
+            if self._regions.remove(address):
+                code = self._unregister(address)
+                if code != 0:
+                    raise EngineError(
+                        f"{self._name} cannot unregister {address:#x}: {self._describe(code)}",
+                        code=code,
+                        local=address,
+                        consequence="peers may still be able to write there",
+                        remedy="close the engine before the memory is freed",
+                    )
+
+    def submit(self, peer: str, batch: Blocks) -> TransferHandle:
+        """See `TransferEngine.submit`."""
+        self._refuse_closed()
+        limit = self._capabilities.max_entries_per_batch
+        if limit is not None and len(batch.nbytes) > limit:
+            raise EngineError(
+                f"batch of {len(batch.nbytes)} blocks, the engine takes {limit}",
+                local=len(batch.nbytes),
+                remedy="lower the plan with this engine's capabilities",
+            )
+        self._regions.check(batch.source, batch.nbytes, "source")
+        handle = _Handle(peer, batch)
+        with self._lock:
+            self._refuse_closed()
+            self._queue.put(handle)
+        return handle
+
+    def poll(self, handle: TransferHandle) -> TransferStatus:
+        """See `TransferEngine.poll`."""
+        return handle.status
+
+    def cancel(self, handle: TransferHandle) -> None:
+        """Ends a batch that waits. One that runs ends by itself, at the latest after the library's time-out."""
+        if isinstance(handle, _Handle):
+            handle.cancelled.set()
+
+    def close(self) -> None:
+        """Lets running batches end, fails waiting ones, unregisters all memory and stops the threads."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        for _ in self._workers:
+            self._queue.put(None)
+        for worker in self._workers:
+            worker.join()
+        with self._regions.lock:
+            for address in self._regions.clear():
+                self._unregister(address)
+            self._shut_down()
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise EngineError(f"engine {self._session} is closed", local=self._session)
+
+    def _work(self) -> None:
+        while (handle := self._queue.get()) is not None:
+            if self._closed:
+                handle.settle(TransferStatus(TransferState.FAILED, f"engine {self._session} was closed"))
+            elif handle.cancelled.is_set():
+                handle.settle(TransferStatus(TransferState.FAILED, "cancelled"))
+            else:
+                handle.settle(self._run(handle))
+
+    def _run(self, handle: _Handle) -> TransferStatus:
+        batch = handle.batch
+        code = self._write(handle.peer, batch.source.tolist(), batch.destination.tolist(), batch.nbytes.tolist())
+        if code == 0:
+            return DONE
+        return TransferStatus(
+            TransferState.FAILED,
+            f"{self._name} write of {handle.blocks} blocks, {handle.nbytes} bytes, to {handle.peer}: "
+            f"{self._describe(code)}",
+        )
+
+    @abc.abstractmethod
+    def _register(self, address: int, nbytes: int) -> int: ...
+
+    @abc.abstractmethod
+    def _unregister(self, address: int) -> int: ...
+
+    @abc.abstractmethod
+    def _write(self, peer: str, source: list[int], destination: list[int], nbytes: list[int]) -> int: ...
+
+    @abc.abstractmethod
+    def _shut_down(self) -> None: ...
+
+    @abc.abstractmethod
+    def _describe(self, code: int) -> str: ...
