@@ -30,6 +30,7 @@ NAMES = [
     "RaceError",
     "RuntimeBuildError",
     "VersionPairError",
+    "WrongDeviceError",
     "install",
     "is_compiled",
     "is_installed",

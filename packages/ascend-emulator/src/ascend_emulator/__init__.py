@@ -30,6 +30,7 @@ from .errors import (
     RaceError,
     RuntimeBuildError,
     VersionPairError,
+    WrongDeviceError,
 )
 
 __version__ = "0.1.0"
@@ -52,6 +53,7 @@ __all__ = [
     "RaceError",
     "RuntimeBuildError",
     "VersionPairError",
+    "WrongDeviceError",
     "install",
     "is_compiled",
     "is_installed",

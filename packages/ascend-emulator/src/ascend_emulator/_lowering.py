@@ -13,7 +13,7 @@ import torch_npu
 
 from ._alias import CPU, alias, private_alias
 from ._schema import Plan
-from .errors import CaptureError
+from .errors import CaptureError, WrongDeviceError
 
 __all__ = ["Lowered", "bring_home", "call_resizing", "lower", "new_tensors", "resize_out", "results", "snapshots"]
 
@@ -38,6 +38,24 @@ def _mismatch(plan: Plan, first: torch.device, second: Any) -> RuntimeError:
         f"Expected all tensors to be on the same device, but found at least two devices, {first} and {second}! "
         f"(when calling {plan.name})"
     )
+
+
+def _check_devices(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise for a tensor whose address the device kernel could not use."""
+    home: torch.device | None = None
+    elsewhere: list[tuple[str, torch.Tensor]] = []
+    for argument in plan.arguments:
+        given = plan.value(argument.name, args, kwargs)
+        for x in given if isinstance(given, (list, tuple)) else (given,):
+            if not isinstance(x, _Tensor) or x.is_meta:
+                continue
+            if not x.is_cpu and home is None:
+                home = x.device
+            if x.device != home:
+                elsewhere.append((argument.name, x))
+    if home is not None and elsewhere:
+        name, tensor = elsewhere[0]
+        raise WrongDeviceError(plan.name, name, tensor, home)
 
 
 def _lower_list(out: Lowered, plan: Plan, values: Any, written: bool) -> list[Any]:
@@ -81,7 +99,10 @@ def lower(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered:
 
     Raises:
         RuntimeError: tensors on several devices, with torch's own text.
+        WrongDeviceError: the same of an NPU operator, with torch_npu's.
     """
+    if plan.on_device:
+        _check_devices(plan, args, kwargs)
     out = Lowered()
     lowered = out.args = list(args)
     count = len(lowered)

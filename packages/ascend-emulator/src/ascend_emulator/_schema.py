@@ -7,13 +7,16 @@ from typing import Any
 
 import torch
 
-from .kernels import UNDECLARED_WRITES
+from .kernels import REGISTRY, UNDECLARED_WRITES
 
 __all__ = ["Plan", "find_operator", "plan_of"]
 
 _CONTAINERS = ("List[Tensor]", "List[Optional[Tensor]]", "Optional[List[Tensor]]", "Optional[List[Optional[Tensor]]]")
 # Operators of which one tensor may live on the host.
 _MIXING = ("index", "copy", "to_copy", "embedding_bag", "where", "masked_fill", "lerp", "addc", "set_")
+
+# Operators whose tensors torch_npu refuses on the host; those of atb take lengths from there.
+_ADDRESSES = ("npu::", "_C_ascend::")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Plan:
         gives_out: whether the results are the tensors of the list `out`, which the schema does not say; they are never
             resized.
         strict: whether all tensors with dimensions must be on one device.
+        on_device: whether all tensors must be on one npu: torch_npu gives their addresses to the device kernel.
         needs_host: whether a result is a number or has a shape that depends on data.
         is_index: whether it is `index`, whose result depends on data when it is given a mask.
         parameters: position and default of every argument.
@@ -61,6 +65,7 @@ class Plan:
     resizes: bool
     gives_out: bool
     strict: bool
+    on_device: bool
     needs_host: bool
     randomness: str
     is_index: bool = field(default=False)
@@ -139,6 +144,7 @@ def plan_of(name: str, operator: Any) -> Plan:
         resizes=any(a.keyword_only for a in written),
         gives_out=listed and all(index is None for index in returns),
         strict=schema.name.startswith("aten::") and not any(word in base for word in _MIXING),
+        on_device=name in REGISTRY and name.startswith(_ADDRESSES),
         needs_host=bool(plain) or (torch.Tag.dynamic_output_shape in tags and not is_index),
         randomness="generator" if has_generator else "default" if seeded else "",
         is_index=is_index,

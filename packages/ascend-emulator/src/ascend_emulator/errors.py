@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+
     from .order import AccessInfo
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "RaceError",
     "RuntimeBuildError",
     "VersionPairError",
+    "WrongDeviceError",
 ]
 
 
@@ -130,6 +133,29 @@ class OperatorNotEmulatedError(EmulatorError, NotImplementedError):
             f"{name} has no emulated kernel: torch_npu would launch {device_kernel} on the device. Register one with "
             f'ascend_emulator.register_kernel("{name}", kernel), where `kernel` gets a CPU tensor over the same bytes '
             f"for every npu tensor and returns or writes CPU tensors as the schema says: {schema}"
+        )
+
+
+class WrongDeviceError(EmulatorError, RuntimeError):
+    """A tensor of an NPU operator is on the host or on another device than the first one; nothing was computed.
+
+    Attributes:
+        operator: its full name.
+        argument: the argument that holds the tensor.
+        device: where the tensor is.
+        expected: where the first tensor of the call on a device is.
+    """
+
+    def __init__(self, operator: str, argument: str, tensor: torch.Tensor, expected: torch.device) -> None:
+        self.operator = operator
+        self.argument = argument
+        self.device = tensor.device
+        self.expected = expected
+        super().__init__(
+            "Expected all tensors to be on the same device. Expected NPU tensor, please check whether the input tensor "
+            f"device is correct.\n[ascend-emulator] {operator}: {argument} ({tensor.dtype}, shape "
+            f"{tuple(tensor.shape)}) is on {self.device}, the call runs on {expected}: a device kernel would be given "
+            f"an address that is not its own. Pass {argument}.to({str(expected)!r})."
         )
 
 

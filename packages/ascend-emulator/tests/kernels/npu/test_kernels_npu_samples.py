@@ -353,3 +353,18 @@ def test_writes_that_schemas_do_not_declare_race_with_reads(name: str) -> None:
             flat(written)[0] + 1
         assert (caught.value.earlier.operator, caught.value.earlier.writes) == (name, True)
         torch_npu.npu.synchronize()
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLES if name.startswith(("npu::", "_C_ascend::"))])
+def test_a_tensor_on_another_device_is_refused(name: str) -> None:
+    arguments, options = on(SAMPLES[name](), "npu")
+    named = {a.name: x for a, x in zip(overload(name)._schema.arguments, arguments, strict=False)} | options
+    tensors = [argument for argument, x in named.items() if flat(x)]
+    before = [x.cpu() for x in flat(list(named.values()))]
+    for argument in tensors[1:]:  # the first says where the call runs
+        for device in ("cpu", "npu:1"):
+            there = [x.to(device) for x in flat(named[argument])]
+            with pytest.raises(ascend_emulator.WrongDeviceError, match="Expected NPU tensor") as caught:
+                overload(name)(**named | {argument: there if isinstance(named[argument], list) else there[0]})
+            assert (caught.value.argument, caught.value.device) == (argument, torch.device(device))
+    assert all(same(x, y) for x, y in zip(flat(list(named.values())), before, strict=True))
