@@ -111,6 +111,34 @@ def test_no_damaged_file_is_served(tmp_path_factory: pytest.TempPathFactory, dat
     assert store.write([key(1)], [page(1)]) == 1 and store.read([key(1)], [got[1]]) == 1
 
 
+@pytest.mark.parametrize("most", [1009, HEADER_BYTES + 1])
+def test_a_call_that_the_kernel_cuts_short_is_gone_on_with(
+    make: Callable[..., FileStorage], monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """D15: one call moves `most` bytes at most, as Linux does beyond 2 GiB."""
+    whole = {"writev": os.writev, "readv": os.readv}
+    cut = dict.fromkeys(whole, 0)
+
+    def limited(name: str) -> Callable[[int, list[memoryview]], int]:
+        def call(file: int, views: list[memoryview]) -> int:
+            left, taken = most, []
+            for view in views:
+                taken.append(view[:left])
+                left -= taken[-1].nbytes
+            cut[name] += sum(view.nbytes for view in views) > most
+            return whole[name](file, taken)
+
+        return call
+
+    for name in whole:
+        monkeypatch.setattr(os, name, limited(name))
+    store, got = make(), empty()
+    assert store.write([key(0)], [page(0)]) == 1
+    assert path_of(store, 0).stat().st_size == NBYTES
+    assert store.read([key(0)], [got]) == 1 and same(got, page(0))
+    assert all(cut.values()), cut
+
+
 def test_another_length_is_an_error_not_a_page(make: Callable[..., FileStorage]) -> None:
     store = make()
     store.write([key(0)], [page(0)])
