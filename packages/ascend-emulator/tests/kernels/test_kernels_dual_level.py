@@ -81,6 +81,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("dual-dtype", CALL | {"x1_level0_scale": torch.ones(2, 1).half()}),
     ("dual-dtype", CALL | {"x2_level1_scale": torch.ones(3, 1, 2)}),
     ("dual-shape", CALL | {"x2": numbers(0, 9, 3, 16)}),
+    ("dual-shape", CALL | {"x1": numbers(0, 9, 1)[0]}),
     ("dual-shape", CALL | {"x2_level0_scale": torch.ones(3, 1)}),
     ("dual-shape", CALL | {"x1": numbers(0, 9, 32, 2).T}),
     ("dual-bias", CALL | {"bias": torch.ones(3).half()}),

@@ -286,6 +286,8 @@ def test_the_convolution_takes_requests_of_one_length() -> None:
         ("conv-flat", {"query_start_loc": None}),
         ("conv-rows", {"conv_states": draw(4, 2, 16)}),
         ("conv-mode", {"run_mode": 2}),
+        ("conv-numbers", {"query_start_loc": torch.tensor([0.0, 2.0, 3.0])}),
+        ("conv-numbers", {"cache_indices": i32([4, 1, 0])}),
     ],
 )
 def test_the_convolution_refuses(refuses: Refuses, rule: str, change: Call) -> None:

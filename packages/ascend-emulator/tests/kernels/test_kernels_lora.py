@@ -188,8 +188,21 @@ def test_calls_within_the_limits_are_taken(call: tuple[str, list[Any]]) -> None:
         by_request(lora_indices=torch.tensor([3, 0])),
         ranked(ranks=torch.tensor([9, 8, 8], dtype=I32)),
         ranked(ranks=torch.tensor([8, 8], dtype=I32)),
+        ranked(ranks=torch.tensor([-1, 8, 8], dtype=I32)),
     ],
 )
 def test_adapters_outside_the_weights_fault(call: tuple[str, list[Any]]) -> None:
     with pytest.raises(DeviceFault, match="adapter"):
         REGISTRY[call[0]](*call[1])
+
+
+def test_lengths_of_requests_end_with_the_tokens_and_are_not_negative() -> None:
+    op, arguments = by_request(seq_len=torch.tensor([1, 2**62]))
+    REGISTRY[op](*arguments)
+    once = by_request()
+    REGISTRY[once[0]](*once[1])
+    assert torch.equal(arguments[4], once[1][4])
+    op, arguments = by_request(seq_len=torch.tensor([-1, 2]))
+    with pytest.raises(DeviceFault, match="request 0 has -1 tokens"):
+        REGISTRY[op](*arguments)
+    assert not arguments[4].any()

@@ -281,6 +281,7 @@ REFUSED: list[tuple[str, Callable[[], Call]]] = [
     ("qmm-packed", lambda: qmm(x1=bytes_(8, 2).int().T, x2=bytes_(64, 1).int())),
     ("qmm-rank", lambda: qmm(x2=bytes_(5, 4))),
     ("qmm-rank", lambda: qmm(x1=bytes_(4))),
+    ("qmm-rank", lambda: qmm(x2=bytes_(4))),
     ("qmm-last", lambda: qmm(x1=bytes_(1, 65536), x2=bytes_(65536, 1), scale=torch.ones(1))),
     ("qmm-scale", lambda: qmm(scale=torch.ones(3))),
     ("qmm-scale", lambda: qmm(scale=torch.ones(5).half())),

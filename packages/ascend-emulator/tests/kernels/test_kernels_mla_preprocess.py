@@ -195,6 +195,11 @@ REFUSED: list[tuple[str, Callable[[], tuple[str, dict[str, Any]]]]] = [
     ("mlapre-tokens", lambda: call(hiddenState=draw(3, 1024, dtype=B))),
     ("mlapre-tokens", lambda: call(hiddenState=torch.zeros(1025, HIDDEN, dtype=B))),
     ("mlapre-tokens", lambda: call(slotmapping=torch.tensor([1, 2], dtype=torch.int32))),
+    ("mlapre-tokens", lambda: call(cos=torch.zeros((), dtype=B))),
+    ("mlapre-contiguous", lambda: call(hiddenState=draw(3, 2 * HIDDEN, dtype=B)[:, ::2])),
+    ("mlapre-contiguous", lambda: call(sin=draw(1, 16, dtype=B).expand(3, 16))),
+    ("mlapre-contiguous", lambda: call(wuk=draw(2, 64, 32, dtype=B).transpose(1, 2))),
+    ("mlapre-contiguous", lambda: call(slotmapping=torch.arange(6, dtype=torch.int32)[::2])),
     ("mlapre-mode", lambda: call(cache_mode="kvcache")),
     ("mlapre-mode", lambda: call(quant_mode="per_tensor")),
     ("mlapre-weights", lambda: call(wdqkv=torch.zeros(144, HIDDEN, dtype=torch.int8))),
@@ -229,8 +234,9 @@ def test_what_is_not_computed_says_so() -> None:
         REGISTRY[op](**arguments)
 
 
-def test_a_slot_outside_the_cache_faults_and_writes_nothing() -> None:
-    op, arguments = call(slotmapping=torch.tensor([1, 2, 256], dtype=torch.int32))
+@pytest.mark.parametrize("slot", [256, -2])
+def test_a_slot_outside_the_cache_faults_and_writes_nothing(slot: int) -> None:
+    op, arguments = call(slotmapping=torch.tensor([1, 2, slot], dtype=torch.int32))
     with pytest.raises(DeviceFault, match="slotmapping"):
         REGISTRY[op](**arguments)
     assert not any(arguments[name].any() for name in OUTS)

@@ -367,6 +367,7 @@ REFUSED: list[tuple[str, Callable[[], Call]]] = [
     ("routing2-experts", lambda: routing2(expert_idx=torch.zeros(3, 2).long())),
     ("routing2-range", lambda: routing2(active_expert_range=[2, 5])),
     ("routing2-range", lambda: routing2(expert_num=-1)),
+    ("routing2-range", lambda: routing2(active_expert_range=[0])),
     ("routing2-type", lambda: routing2(row_idx_type=2)),
     ("routing2-type", lambda: routing2(active_num=-2)),
     ("routing2-scale", lambda: routing2(scale=torch.ones(2))),

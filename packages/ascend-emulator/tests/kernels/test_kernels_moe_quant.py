@@ -84,6 +84,7 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any]]] = [
     ("routingq-offset", [X, IDS], {"offset": ONE}),
     ("routingq-offset", [X, IDS], {"quant_mode": 0, "scale": ONE}),
     ("routingq-offset", [X, IDS], {"quant_mode": 0, "scale": ONE, "offset": ONE.half()}),
+    ("routingq-num", [X, IDS], {"expert_num": 2**40}),
     ("routingq-active", [X, IDS], {"active_num": -1}),
     ("routingq-type", [X, IDS], {"quant_mode": 2}),
     ("routingq-type", [X, IDS], {"drop_pad_mode": 2}),

@@ -212,3 +212,8 @@ def test_every_rule_has_a_call_that_breaks_it() -> None:
 def test_forms_that_are_not_computed_say_so(options: dict[str, Any]) -> None:
     with pytest.raises(KernelNotCovered):
         REGISTRY[MX](X, **options)
+
+
+def test_no_rows_have_no_scales() -> None:
+    numbers, scales = REGISTRY["npu::npu_dynamic_mx_quant"](torch.zeros(0, 40, dtype=torch.float16), dst_type=24)
+    assert (numbers.shape, scales.shape) == ((0, 40), (0, 1, 2))

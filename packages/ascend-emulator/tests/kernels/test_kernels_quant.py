@@ -359,3 +359,8 @@ SMOOTH = torch.zeros(1, 8, dtype=H)
 def test_groups_outside_the_rows_fault(call: Call) -> None:
     with pytest.raises(DeviceFault):
         REGISTRY[call[0]](**call[1])
+
+
+def test_swiglu_quant_of_no_rows() -> None:
+    rows, scales = REGISTRY[SWIGLU](torch.zeros(0, 8, dtype=torch.float16), smooth_scales=torch.ones(1, 4))
+    assert (rows.shape, rows.dtype, scales.shape) == ((0, 4), torch.int8, (0,))

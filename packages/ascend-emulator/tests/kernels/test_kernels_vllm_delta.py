@@ -167,6 +167,7 @@ REFUSED: list[tuple[str, tuple[str, dict[str, Any]]]] = [
     ("vdelta-dtype", delta(ssm_state_indices=torch.tensor([0, 1, 2]))),
     ("vdelta-shape", delta(query=draw(3, 2, 4))),
     ("vdelta-shape", delta(state=draw(4, 2, 4))),
+    ("vdelta-shape", delta(actual_seq_lengths=i32(3)[0])),
     ("vdelta-shape", delta(ssm_state_indices=i32(0, 1))),
     ("vdelta-heads", delta(query=draw(3, 2, 4), key=draw(3, 2, 4), value=draw(3, 3, 4))),
     ("vdelta-scale", delta(scale=None)),

@@ -127,13 +127,21 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
     ("eagle-dtype", EAGLE, eagle(tokens=i32([1, 2, 3]))),
     ("eagle-count", EAGLE, eagle(next=i32(9, 9))),
     ("eagle-count", EAGLE, eagle(positions=i32(0, 1))),
+    ("eagle-range", EAGLE, eagle(pad=2**31)),
+    ("eagle-range", EAGLE, eagle(draft=-(2**40))),
+    ("eagle-range", EAGLE, eagle(slots=-1)),
+    ("eagle-range", EAGLE, eagle(total=2**40)),
     ("ngram-dtype", NGRAM, ngram(lens=torch.tensor([2, 3]))),
     ("ngram-dtype", NGRAM, ngram(lens=torch.tensor([True, True]))),
     ("ngram-shape", NGRAM, ngram(sampled=i32([1]))),
     ("ngram-shape", NGRAM, ngram(tokens=torch.zeros(6, 2, dtype=I32).T)),
+    ("ngram-range", NGRAM, ngram(least=0)),
+    ("ngram-range", NGRAM, ngram(least=3)),
+    ("ngram-range", NGRAM, ngram(k=-1)),
     ("vocabulary-dtype", VOCABULARY, [torch.tensor([1]), 0, 4, 0, 4, 4]),
     ("vocabulary-range", VOCABULARY, [i32(1), 0, 4, 0, 3, 4]),
     ("vocabulary-range", VOCABULARY, [i32(1), 0, 4, -1, 4, 4]),
+    ("vocabulary-range", VOCABULARY, [i32(1), 0, 4, 2**40, 4, 4]),
 ]
 
 
@@ -150,6 +158,7 @@ def test_every_rule_has_a_call_that_breaks_it() -> None:
     ("op", "call"),
     [
         (EAGLE, eagle(total=4)),
+        (EAGLE, eagle(slots=2**31 - 1)),
         (EAGLE, eagle(starts=i32(0, 4))),
         (EAGLE, eagle(starts=i32(3, 3))),
         (NGRAM, ngram(lens=i32(2, 7))),

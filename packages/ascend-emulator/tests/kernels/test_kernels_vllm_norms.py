@@ -88,6 +88,7 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("bias-norm-epsilon", BIAS, add(epsilon=-1.0)),
     ("quant-norm-x", QUANT, quant(x=draw(2, 8, dtype=F))),
     ("quant-norm-x", QUANT, quant(x=draw(0, 8))),
+    ("quant-norm-x", QUANT, quant(x=draw(1)[0])),
     ("quant-norm-gamma", QUANT, quant(gamma=draw(2, 8))),
     ("quant-norm-gamma", QUANT, quant(smooth_scale=draw(8, dtype=F))),
     ("quant-norm-epsilon", QUANT, quant(epsilon=0.0)),

@@ -41,6 +41,14 @@ declare(
         "conv-mode": ("run_mode 0 or 1", "pass 1 for decoding"),
     },
 )
+declare(
+    OP,
+    "(not documented) indices of other operators of the library",
+    _TEST,
+    {
+        "conv-numbers": ("int32 or int64 numbers of one axis, has_initial_state bool too", "cast and reshape them"),
+    },
+)
 note(OP, "the schema has no mark on conv_states", _SOURCE, "it is written nevertheless")
 note(
     OP,
@@ -75,6 +83,13 @@ def _check(x: torch.Tensor, weight: torch.Tensor, states: torch.Tensor, starts: 
         refuse(OP, "conv-rows", "conv_states", f"shape {tuple(states.shape)} for a width of {weight.size(0)}")
     if mode not in (0, 1):
         refuse(OP, "conv-mode", "run_mode", mode)
+
+
+def _check_numbers(**numbers: torch.Tensor | None) -> None:
+    for name, tensor in numbers.items():
+        kinds = (torch.int32, torch.int64, *((torch.bool,) if name == "has_initial_state" else ()))
+        if tensor is not None and (tensor.dtype not in kinds or tensor.dim() != 1):
+            refuse(OP, "conv-numbers", name, f"{tensor.dtype}, shape {tuple(tensor.shape)}")
 
 
 def _windows(x: torch.Tensor, starts: torch.Tensor | None) -> list[tuple[int, int]]:
@@ -128,6 +143,12 @@ def causal_conv1d(
         sgl-kernel-npu f425bdf, csrc/causal_conv1d.
     """
     _check(x, weight, conv_states, query_start_loc, run_mode)
+    _check_numbers(
+        query_start_loc=query_start_loc,
+        cache_indices=cache_indices,
+        has_initial_state=has_initial_state,
+        num_accepted_tokens=num_accepted_tokens,
+    )
     windows = _windows(x, query_start_loc)
     slots = list(range(len(windows))) if cache_indices is None else cache_indices.tolist()
     width, rows = weight.size(0), conv_states.size(1)

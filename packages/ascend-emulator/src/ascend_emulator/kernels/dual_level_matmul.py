@@ -83,6 +83,9 @@ def npu_dual_level_quant_matmul(
     for name, (tensor, dtypes) in kinds.items():
         if tensor.dtype not in dtypes:
             refuse(OP, "dual-dtype", name, tensor.dtype)
+    for name, tensor in (("x1", x1), ("x2", x2)):
+        if tensor.dim() != 2:
+            refuse(OP, "dual-shape", name, f"shape {tuple(tensor.shape)}")
     m, k, n = x1.size(0), 2 * x1.size(-1), x2.size(0)
     outer, pairs = -(-k // _OUTER), -(-k // (2 * _INNER))
     shapes = (m, k // 2), (n, k // 2), (m, outer), (outer, n), (m, pairs, 2), (n, pairs, 2)

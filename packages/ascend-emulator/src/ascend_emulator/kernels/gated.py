@@ -313,9 +313,10 @@ def npu_swiglu_quant(
     lengths = group_index.diff(prepend=group_index.new_zeros(1)) if group_index is not None and rising else group_index
     rows = torch.tensor(_counts(OP_SWIGLU, lengths, flat.size(0)))
     each = torch.arange(groups).repeat_interleave(rows)
-    values = flat[: each.numel()] * smooth_scales[each].view(each.numel(), -1)
+    wide = hidden if smooth_scales.dim() == 2 else 1
+    values = flat[: each.numel()] * smooth_scales[each].view(each.numel(), wide)
     if offsets is not None:
-        values = values + offsets[each].view(each.numel(), -1)
+        values = values + offsets[each].view(each.numel(), wide)
     out = fill_poison_(torch.empty(flat.shape, dtype=torch.int8))
     out[: each.numel()] = to_integer(values)
     return out.view(*x.shape[:-1], hidden), fill_poison_(torch.empty(x.shape[:-1], dtype=torch.float32))

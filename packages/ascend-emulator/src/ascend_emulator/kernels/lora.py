@@ -61,7 +61,12 @@ declare(
         "lora-contiguous": ("contiguous tensors: the kernels read no strides", "call .contiguous()"),
     },
 )
-note(_FAMILY, "(not documented) adapters within weight", "—", "others are a `DeviceFault` (507015): " + _TEST)
+note(
+    _FAMILY,
+    "(not documented) adapters within weight, lengths and ranks of 0 or more",
+    "—",
+    "others are a `DeviceFault` (507015); tokens of requests beyond x are left out: " + _TEST,
+)
 note(
     _FAMILY,
     "schemas that mark every tensor as written",
@@ -135,8 +140,12 @@ def _check(
 def _adapters(op: str, x: torch.Tensor, indices: list[int], lens: list[int] | None, count: int) -> list[int]:
     """Adapter of each token, -1 for none: tokens behind the last request have none."""
     if lens is not None:
-        indices = [index for index, length in zip(indices, lens, strict=False) for _ in range(length)]
-        indices = (indices + [-1] * x.size(0))[: x.size(0)]
+        of_request, indices = indices, []
+        for number, (index, length) in enumerate(zip(of_request, lens, strict=False)):
+            if length < 0:
+                raise DeviceFault(op, f"request {number} has {length} tokens")
+            indices += [index] * min(length, x.size(0) - len(indices))
+        indices += [-1] * (x.size(0) - len(indices))
     for token, index in enumerate(indices):
         if index >= count:
             raise DeviceFault(op, f"token {token} has adapter {index} of {count}")
@@ -268,7 +277,7 @@ def _ranks(op: str, ranks: torch.Tensor, adapters: list[int], most: int) -> list
     known = ranks.tolist()
     chosen = [known[adapter] if 0 <= adapter < len(known) else 0 for adapter in adapters]
     for token, rank in enumerate(chosen):
-        if adapters[token] >= len(known) or rank > most:
+        if adapters[token] >= len(known) or not 0 <= rank <= most:
             raise DeviceFault(op, f"token {token}: adapter {adapters[token]} of {len(known)} with a rank of {rank}")
     return chosen
 

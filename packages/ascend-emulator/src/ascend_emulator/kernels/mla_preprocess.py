@@ -13,7 +13,7 @@ import torch
 
 from .caches import check_slots, write_slots
 from .definitions import define
-from .errors import KernelNotCovered
+from .errors import DeviceFault, KernelNotCovered
 from .quantising import quantise_rows, to_integer
 from .rules import declare, note, refuse
 
@@ -59,6 +59,7 @@ declare(
             "hiddenState (1 to 1024 tokens, 2048 to 8192), one slot and one row of cos and sin each",
             "split the batch",
         ),
+        "mlapre-contiguous": ("contiguous tensors: the kernels read addresses alone", "call .contiguous()"),
         "mlapre-mode": (
             "cache_mode krope_ctkv, int8_nzcache or nzcache; quant_mode per_tensor_quant_asymm, per_token_quant_symm, "
             "per_token_quant_asymm or no_quant",
@@ -97,6 +98,7 @@ note(
 )
 note(_FAMILY, "per_token_quant_asymm", _SOURCE, "not computed: `KernelNotCovered`: " + _TEST)
 note(_FAMILY, "a slot of -1", _SOURCE, "is not written: " + _TEST)
+note(_FAMILY, "(not documented) slots below -1, or past the cache", "—", "are a `DeviceFault` (507015): " + _TEST)
 note(
     "_C_ascend::mla_preprocess",
     "results that its schema does not name as the arguments that they are",
@@ -138,6 +140,18 @@ class _Call:
     outs: dict[str, torch.Tensor]
 
     @property
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """What the kernel reads, by name."""
+        named: dict[str, torch.Tensor | None] = {"hiddenState": self.hidden, "wdqkv": self.wdqkv, "wuq": self.wuq}
+        named |= {"gamma1": self.gamma1, "beta1": self.beta1, "gamma2": self.gamma2, "cos": self.cos, "sin": self.sin}
+        named |= {"wuk": self.wuk, "slotmapping": self.slots}
+        for number, part in enumerate((self.first, self.second)):
+            named |= {f"descale{number}": part.descale, f"quant_scale{number}": part.scale}
+            named |= {f"quant_offset{number}": part.offset, f"bias{number}": part.bias}
+        named |= {"ctkv_scale": self.scales[0], "q_nope_scale": self.scales[1]}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    @property
     def sizes(self) -> tuple[int, int, int, int, int]:
         """Heads, nope, latent, rope, low rank."""
         heads, nope, latent = self.wuk.shape
@@ -157,6 +171,11 @@ def _check_inputs(call: _Call) -> None:
             refuse(op, "mlapre-dtype", name, tensor.dtype)
     if call.slots.dtype != torch.int32:
         refuse(op, "mlapre-dtype", "slotmapping", call.slots.dtype)
+    for name, tensor in call.inputs.items():
+        if not tensor.is_contiguous():
+            refuse(op, "mlapre-contiguous", name, f"shape {tuple(tensor.shape)}, strides {tensor.stride()}")
+    if call.cos.dim() != 2:
+        refuse(op, "mlapre-tokens", "cos", f"shape {tuple(call.cos.shape)}")
     if hidden.dim() != 2 or not 1 <= hidden.size(0) <= 1024 or not 2048 <= hidden.size(1) <= 8192:
         refuse(op, "mlapre-tokens", "hiddenState", f"shape {tuple(hidden.shape)}")
     for name, tensor in (("cos", call.cos), ("sin", call.sin), ("slotmapping", call.slots)):
@@ -267,6 +286,9 @@ def _run(call: _Call) -> None:
     dtype, narrow = call.hidden.dtype, call.outs["q_out0"].dtype
     caches = [_by_token(call, "kv_cache_out0", latent, narrow), _by_token(call, "kv_cache_out1", rope, dtype)]
     slots = call.slots.long()
+    if int(slots.min()) < -1:
+        token = int((slots < -1).nonzero()[0])
+        raise DeviceFault(call.op, f"slotmapping[{token}] = {int(slots[token])}", slot=int(slots[token]))
     for cache in caches:
         check_slots(call.op, slots, cache, cache.size(1), "slotmapping")
     joint = _product(call, call.hidden.float(), call.wdqkv, call.first)

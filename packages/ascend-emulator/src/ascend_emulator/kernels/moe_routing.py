@@ -247,6 +247,8 @@ def npu_moe_init_routing_v2(
             raise KernelNotCovered(OP_V2, name, form)
     if quant_mode > 1:
         raise KernelNotCovered(OP_V2, "quant_mode", quant_mode)
+    if len(active_expert_range or (0, 0)) != 2:
+        refuse(OP_V2, "routing2-range", "active_expert_range", list(active_expert_range or ()))
     first, end = active_expert_range or (0, expert_num)
     if not 0 <= first < end <= expert_num <= (5120 if expert_tokens_num_type == 2 else 10240):
         refuse(OP_V2, "routing2-range", "active_expert_range", f"[{first}, {end}) of {expert_num} experts")

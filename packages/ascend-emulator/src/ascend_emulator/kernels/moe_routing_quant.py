@@ -43,6 +43,14 @@ declare(
         )
     },
 )
+declare(
+    _NAME,
+    "(not documented) the limit of npu_moe_init_routing_v2",
+    _TEST,
+    {
+        "routingq-num": ("an expert_num of 1 to 10240", "pass the number of experts"),
+    },
+)
 note(_NAME, "experts within expert_num", _DOC, "others are a `DeviceFault` (507015): " + _TEST)
 note(_NAME, "drop_pad_mode 1", _DOC, "not computed: `KernelNotCovered`: " + _TEST)
 note(_NAME, "outputs that no argument asks for", _CODE, "undefined tensors, in Python None: " + _TEST)
@@ -118,6 +126,8 @@ def npu_moe_init_routing_quant(
         raise KernelNotCovered(OP, "drop_pad_mode", drop_pad_mode)
     if active_num < 0:
         refuse(OP, "routingq-active", "active_num", active_num)
+    if not 0 < expert_num <= 10240:
+        refuse(OP, "routingq-num", "expert_num", expert_num)
     _check(x, expert_idx, scale, offset, expert_num, quant_mode)
     experts = expert_idx.flatten().long()
     if experts.numel() and not 0 <= int(experts.min()) <= int(experts.max()) < expert_num:

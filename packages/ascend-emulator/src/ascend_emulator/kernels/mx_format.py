@@ -119,7 +119,7 @@ def quantise(
     blocks = torch.nn.functional.pad(values, (0, count * block - n)).view(*values.shape[:-1], count, block)
     scales = scale_bytes(blocks.abs().amax(-1), target, algorithm)
     numbers = rounded(blocks / powers(scales).unsqueeze(-1), target, mode).flatten(-2)[..., :n]
-    pairs = torch.nn.functional.pad(scales, (0, count % 2)).view(*values.shape[:-1], -1, 2)
+    pairs = torch.nn.functional.pad(scales, (0, count % 2)).view(*values.shape[:-1], (count + 1) // 2, 2)
     return numbers.contiguous(), pairs
 
 

@@ -75,7 +75,8 @@ def _check_quant(
     packed: bool,
 ) -> None:
     for name, tensor in (("x1", x1), ("x2", x2)):
-        if not 2 <= tensor.dim() <= 6 or tensor.numel() == 0 or x1.size(-1) != x2.size(-2):
+        ranks = all(2 <= part.dim() <= 6 for part in (x1, x2))
+        if not ranks or tensor.numel() == 0 or x1.size(-1) != x2.size(-2):
             refuse(OP_QUANT, "qmm-rank", name, f"{tuple(x1.shape)} @ {tuple(x2.shape)}")
         if tensor.size(-1) > 65535:
             refuse(OP_QUANT, "qmm-last", name, tensor.size(-1))

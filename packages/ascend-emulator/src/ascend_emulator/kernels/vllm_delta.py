@@ -288,6 +288,8 @@ def npu_recurrent_gated_delta_rule(
     if beta is None or actual_seq_lengths is None or ssm_state_indices is None:
         raise KernelNotCovered(OP_DELTA, "beta, actual_seq_lengths, ssm_state_indices", None)
     tokens, heads = value.shape[:2]
+    if actual_seq_lengths.dim() != 1:
+        refuse(OP_DELTA, "vdelta-shape", "actual_seq_lengths", f"shape {tuple(actual_seq_lengths.shape)}")
     lengths, places = actual_seq_lengths.tolist(), ssm_state_indices.tolist()
     accepted = [1] * (len(lengths) - 1) if num_accepted_tokens is None else num_accepted_tokens.tolist()
     q, k = (part.float().repeat_interleave(heads // key.size(1), 1) for part in (query, key))

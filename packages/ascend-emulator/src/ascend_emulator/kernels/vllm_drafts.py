@@ -31,6 +31,7 @@ SCHEMAS = (
     "Tensor mask)",
 )
 _SOURCE = "vllm-ascend v0.23.0, csrc/"
+_INT32 = 2**31
 _TEST = "test_kernels_vllm_drafts.py"
 
 declare(
@@ -40,6 +41,18 @@ declare(
     {
         "eagle-dtype": ("int32 tensors of one axis", "cast them"),
         "eagle-count": ("one next token and one query end a request, one position a token", "pass all requests"),
+    },
+)
+declare(
+    OP_EAGLE,
+    "(not documented) its outputs are int32",
+    _TEST,
+    {
+        "eagle-range": (
+            "padding_token_id and parallel_drafting_token_id of int32; num_padding_slots_per_request and "
+            "total_draft_tokens of 0 to 2**31 - 1",
+            "pass the drafter's numbers",
+        ),
     },
 )
 declare(
@@ -55,13 +68,21 @@ declare(
     },
 )
 declare(
+    OP_NGRAM,
+    "(not documented) lengths and counts",
+    _TEST,
+    {
+        "ngram-range": ("min_n of 1 to max_n, k of 0 to 2**31 - 1", "pass the drafter's numbers"),
+    },
+)
+declare(
     OP_VOCABULARY,
     _SOURCE + "torch_binding.cpp and csrc/kernels",
     _TEST,
     {
         "vocabulary-dtype": ("an int32 input of 1 axis or more: the kernel reads int32 whatever is given", "cast it"),
         "vocabulary-range": (
-            "0 <= org start <= org end <= added start <= added end, a padding of 0 or more",
+            "0 <= org start <= org end <= added start <= added end, a padding of 0 or more, all below 2**31",
             "pass the ranges of the shard",
         ),
     },
@@ -137,6 +158,13 @@ def npu_copy_and_expand_eagle_inputs(
     ):
         if tensor.numel() != count:
             refuse(OP_EAGLE, "eagle-count", name, f"{tensor.numel()} for {count}")
+    ranges = {"padding_token_id": (padding_token_id, -_INT32), "num_padding_slots_per_request": (slots, 0)}
+    ranges |= {"parallel_drafting_token_id": (parallel_drafting_token_id, -_INT32)}
+    for argument, (given, least) in (ranges | {"total_draft_tokens": (total_draft_tokens, 0)}).items():
+        if not least <= given < _INT32:
+            refuse(OP_EAGLE, "eagle-range", argument, given)
+    if requests > 0 and slots > total_draft_tokens:
+        raise DeviceFault(OP_EAGLE, f"request 0 has {slots} slots, more than {total_draft_tokens} places")
     ids, positions, new, mapping = (
         torch.zeros(n, dtype=torch.int32) for n in (total_draft_tokens, total_draft_tokens, requests * slots, tokens)
     )
@@ -169,7 +197,7 @@ def npu_copy_and_expand_eagle_inputs(
 
 def _match(row: list[int], min_n: int, max_n: int) -> tuple[int, int] | None:
     """First place where the shortest repeated suffix of min_n to max_n tokens stood before, and its length."""
-    for length in range(min_n, max_n + 1):
+    for length in range(min_n, min(max_n, len(row)) + 1):
         suffix = row[len(row) - length :]
         for place in range(len(row) - length):
             if row[place : place + length] == suffix:
@@ -219,6 +247,8 @@ def npu_ngram_spec_decode(
     for name, tensor in named.items():
         if tensor.dim() != ranks.get(name, 1) or tensor.size(0) != rows or not token_ids.is_contiguous():
             refuse(OP_NGRAM, "ngram-shape", name, f"shape {tuple(tensor.shape)} for token_ids {tuple(token_ids.shape)}")
+    if not 1 <= min_n <= max_n or not 0 <= k < _INT32:
+        refuse(OP_NGRAM, "ngram-range", "min_n", f"{min_n}, max_n {max_n}, k {k}")
     lengths = num_tokens_no_spec.tolist()
     for number, length in enumerate(lengths):
         if not 0 <= length <= token_ids.size(1) or token_ids.size(1) == 0:
@@ -270,7 +300,7 @@ def get_masked_input_and_mask(
     if input.dtype != torch.int32 or input.dim() == 0:
         refuse(OP_VOCABULARY, "vocabulary-dtype", "input", f"{input.dtype}, shape {tuple(input.shape)}")
     bounds = [0, org_vocab_start_index, org_vocab_end_index, added_vocab_start_index, added_vocab_end_index]
-    if sorted(bounds) != bounds or num_org_vocab_padding < 0:
+    if sorted(bounds) != bounds or not 0 <= num_org_vocab_padding < _INT32 or bounds[-1] >= _INT32:
         refuse(OP_VOCABULARY, "vocabulary-range", "org_vocab_start_index", f"{bounds[1:]}, {num_org_vocab_padding}")
     own = (input >= org_vocab_start_index) & (input < org_vocab_end_index)
     added = (input >= added_vocab_start_index) & (input < added_vocab_end_index)

@@ -135,7 +135,7 @@ def npu_rms_norm_dynamic_quant(
     Source:
         vllm-ascend v0.23.0, csrc/attention/rms_norm_dynamic_quant.
     """
-    if x.dtype not in (torch.float16, torch.bfloat16) or x.numel() == 0:
+    if x.dtype not in (torch.float16, torch.bfloat16) or x.numel() == 0 or x.dim() == 0:
         refuse(OP_QUANT, "quant-norm-x", "x", f"{x.dtype}, shape {tuple(x.shape)}")
     for name, tensor in (("gamma", gamma), ("smooth_scale", smooth_scale), ("beta", beta)):
         if tensor is not None and (tensor.dtype != x.dtype or tuple(tensor.shape) != (x.size(-1),)):
