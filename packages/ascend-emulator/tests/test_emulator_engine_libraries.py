@@ -59,6 +59,16 @@ def test_what_is_not_installed_is_said(engine: str) -> None:
     with pytest.raises(ModuleNotFoundError, match="no module named 'an_engine_of_nobody'") as caught:
         ascend_emulator.without_library("an_engine_of_nobody")
     assert caught.value.name == "an_engine_of_nobody"
+    with pytest.raises(ModuleNotFoundError, match="install the engine's package"):
+        ascend_emulator.without_library("an_engine_of_nobody.its_C")
+
+
+def test_what_a_package_itself_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_package").mkdir()
+    (tmp_path / "a_package" / "__init__.py").write_text("import a_package_of_nobody\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="No module named 'a_package_of_nobody'"):
+        ascend_emulator.without_library("a_package.its_C")
 
 
 def test_it_needs_the_emulator() -> None:

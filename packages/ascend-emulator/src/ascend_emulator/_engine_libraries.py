@@ -37,7 +37,12 @@ def without_library(name: str) -> ModuleType:
         raise NotInstalledError(f"without_library({name!r})")
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.find_spec(name)
+    try:
+        spec = importlib.util.find_spec(name)  # imports the packages around it
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):
+            raise
+        spec = None
     if spec is None:
         raise ModuleNotFoundError(
             f"without_library: no module named {name!r} is installed; install the engine's package (with --no-deps "

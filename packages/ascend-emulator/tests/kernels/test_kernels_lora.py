@@ -152,6 +152,7 @@ REFUSED: list[tuple[str, Callable[[], tuple[str, list[Any]]]]] = [
     ("lora-shape", lambda: shrink(weight=draw(3, 2, 8, 20))),
     ("lora-shape", lambda: shrink(indices=torch.tensor([0]))),
     ("lora-shape", lambda: by_request(lora_indices=torch.tensor([0]))),
+    ("lora-shape", lambda: ranked(scales=draw(2))),
     ("lora-shrink", lambda: shrink(x=draw(2, 8), weight=draw(3, 8, 8))),
     ("lora-slice", lambda: expand(slice_offset=3)),
     ("lora-slice", lambda: expand(slice_offset=-1)),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_emulator.kernels import REGISTRY, RULES, DeviceFault, vllm_drafts
+from ascend_emulator.kernels import REGISTRY, RULES, DeviceFault, OpRefused, vllm_drafts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -169,3 +169,11 @@ def test_ranges_outside_the_tensors_fault(op: str, call: list[Any]) -> None:
     REGISTRY[NGRAM](*ngram())
     with pytest.raises(DeviceFault, match="request"):
         REGISTRY[op](*call)
+
+
+@pytest.mark.parametrize(("op", "change"), [(EAGLE, {"slots": -1}), (EAGLE, {"total": -1}), (NGRAM, {"k": -1})])
+def test_sizes_are_refused_before_outputs_are_made(op: str, change: dict[str, int]) -> None:
+    call = eagle(**change) if op == EAGLE else ngram(**change)
+    arguments = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in call]
+    with pytest.raises(OpRefused, match="range"):
+        getattr(torch.ops._C_ascend, op.partition("::")[2])(*arguments)

@@ -311,6 +311,8 @@ def sgemmv_shrink(
     index = {"lora_indices": lora_indices, "seq_len": seq_len, "lora_ranks": lora_ranks}
     plain = _check(SGEMMV_SHRINK, x, weight, y, index, lora_scales)
     adapters = _adapters(SGEMMV_SHRINK, x, lora_indices.tolist(), seq_len.tolist(), plain.size(0))
+    if lora_scales.numel() < lora_ranks.numel():
+        refuse(SGEMMV_SHRINK, "lora-shape", "lora_scales", f"{lora_scales.numel()} for {lora_ranks.numel()} adapters")
     for token, rank in enumerate(_ranks(SGEMMV_SHRINK, lora_ranks, adapters, y.size(1))):
         if rank:
             scale = float(lora_scales[adapters[token]])

@@ -103,6 +103,19 @@ note(
 note(OP_NGRAM, "(not documented) num_tokens_no_spec within the row", "—", "others are a `DeviceFault`: " + _TEST)
 
 
+def _check_eagle_range(padding: int, drafting: int, slots: int, total: int) -> None:
+    ranges = {"padding_token_id": (padding, -_INT32), "parallel_drafting_token_id": (drafting, -_INT32)}
+    ranges |= {"num_padding_slots_per_request": (slots, 0), "total_draft_tokens": (total, 0)}
+    for name, (given, least) in ranges.items():
+        if not least <= given < _INT32:
+            refuse(OP_EAGLE, "eagle-range", name, given)
+
+
+def _check_ngram_range(min_n: int, max_n: int, k: int) -> None:
+    if not 1 <= min_n <= max_n or not 0 <= k < _INT32:
+        refuse(OP_NGRAM, "ngram-range", "min_n", f"{min_n}, max_n {max_n}, k {k}")
+
+
 def _request(start: int, next_start: int, end: int, shift: bool) -> tuple[int, int]:
     """Valid and rejected tokens of a request."""
     return max(end - start + (0 if shift else 1), 0), max(next_start - end - 1, 0)
@@ -158,11 +171,7 @@ def npu_copy_and_expand_eagle_inputs(
     ):
         if tensor.numel() != count:
             refuse(OP_EAGLE, "eagle-count", name, f"{tensor.numel()} for {count}")
-    ranges = {"padding_token_id": (padding_token_id, -_INT32), "num_padding_slots_per_request": (slots, 0)}
-    ranges |= {"parallel_drafting_token_id": (parallel_drafting_token_id, -_INT32)}
-    for argument, (given, least) in (ranges | {"total_draft_tokens": (total_draft_tokens, 0)}).items():
-        if not least <= given < _INT32:
-            refuse(OP_EAGLE, "eagle-range", argument, given)
+    _check_eagle_range(padding_token_id, parallel_drafting_token_id, slots, total_draft_tokens)
     if requests > 0 and slots > total_draft_tokens:
         raise DeviceFault(OP_EAGLE, f"request 0 has {slots} slots, more than {total_draft_tokens} places")
     ids, positions, new, mapping = (
@@ -247,8 +256,7 @@ def npu_ngram_spec_decode(
     for name, tensor in named.items():
         if tensor.dim() != ranks.get(name, 1) or tensor.size(0) != rows or not token_ids.is_contiguous():
             refuse(OP_NGRAM, "ngram-shape", name, f"shape {tuple(tensor.shape)} for token_ids {tuple(token_ids.shape)}")
-    if not 1 <= min_n <= max_n or not 0 <= k < _INT32:
-        refuse(OP_NGRAM, "ngram-range", "min_n", f"{min_n}, max_n {max_n}, k {k}")
+    _check_ngram_range(min_n, max_n, k)
     lengths = num_tokens_no_spec.tolist()
     for number, length in enumerate(lengths):
         if not 0 <= length <= token_ids.size(1) or token_ids.size(1) == 0:
@@ -312,14 +320,16 @@ def get_masked_input_and_mask(
 def _eagle_meta(
     tokens: torch.Tensor, positions: torch.Tensor, following: torch.Tensor, starts: torch.Tensor, *rest: int
 ) -> tuple[torch.Tensor, ...]:
-    slots, total = rest[-3], rest[-1]
+    padding, drafting, slots, _, total = rest[-5:]
+    _check_eagle_range(padding, drafting, slots, total)
     places = [starts.new_empty(total, dtype=dtype) for dtype in (torch.int32, torch.int32, torch.int8, torch.int8)]
-    new = starts.new_empty((starts.size(0) - 1) * slots, dtype=torch.int32)
-    return *places, new, starts.new_empty(tokens.size(0), dtype=torch.int32)
+    new = starts.new_empty(max(starts.numel() - 1, 0) * slots, dtype=torch.int32)
+    return *places, new, starts.new_empty(tokens.numel(), dtype=torch.int32)
 
 
 def _ngram_meta(tokens: torch.Tensor, *rest: int) -> tuple[torch.Tensor, ...]:
-    rows, k = tokens.size(0), rest[-1]
+    _check_ngram_range(*rest[-3:])
+    rows, k = tokens.shape[0] if tokens.dim() else 0, rest[-1]
     return tokens.new_empty(tokens.shape), tokens.new_empty(rows), tokens.new_empty(rows, k), tokens.new_empty(rows)
 
 
