@@ -1,4 +1,4 @@
-"""Records SGLang's answers as the golden files that the planner's tests read, or checks that they are still true.
+"""Records SGLang's answers as the golden files that the tests of planner and pools read, or checks that they are true.
 
 It needs SGLang 0.5.23 and the torch release that its compiled tree was built for, but neither an NPU nor torch_npu:
 `nox -s golden` makes that environment. Absent packages stand in while SGLang is imported and raise when they are used.
@@ -15,10 +15,18 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "crates/kv-planner/python/tests/golden"
-NAMES = ("compressed", "contexts", "hashes", "heads", "pairing", "prefixes", "runs", "slicing", "states", "steps")
+POOLS = ROOT / "packages/kv-pool/tests/golden"
+NAMES = (
+    "compressed", "contexts", "hashes", "heads", "pairing", "pools", "prefixes", "runs", "slicing", "states", "steps",
+)  # fmt: skip
 ENGINE = "SGLang 0.5.23"
 
-__all__ = ["GOLDEN", "NAMES", "dump", "record"]
+__all__ = ["NAMES", "dump", "place", "record"]
+
+
+def place(name: str) -> Path:
+    """The file that holds an answer."""
+    return (POOLS if name == "pools" else GOLDEN) / f"{name}.json"
 
 
 def record(name: str) -> dict[str, Any]:
@@ -50,7 +58,7 @@ def main() -> int:
     absent.install({"sgl_kernel", "torch_npu"})
     changed = []
     for name in chosen.names:
-        text, path = dump(record(name)), GOLDEN / f"{name}.json"
+        text, path = dump(record(name)), place(name)
         if chosen.check and path.read_text(encoding="utf-8") != text:
             changed.append(name)
         elif not chosen.check:

@@ -1,0 +1,205 @@
+"""The long proof of HiCache: 500 random steps for each of 200 seeds, over pools, policies, streams and levels.
+
+`nox -s soak -- kv-pool` runs it as a script, which prints a line a figure; `test_pool_soak.py` runs a slice. Bytes
+are checked whenever a prompt is served, books after every step. It owns the choice of steps; what a step does, and what
+must hold after it, is `CacheMachine` in `conftest.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+
+from conftest import BRANCHES, CacheBench, CacheMachine
+from kv_planner import ComponentSpec, ModelLayout
+from kv_pool import OutOfPages
+from kv_pool.hicache import Canary, FileStorage, ImmediateStreams, StorageTier, WritePolicy
+from test_pool_hicache_random import LateStreams, sparse_layout
+
+__all__ = ["KINDS", "soak"]
+
+SEEDS, STEPS = 200, 500
+POOLS = ("heads", "heads and draft", "latents, index keys and draft")
+POLICIES: tuple[WritePolicy, ...] = ("write_through", "write_through_selective", "write_back")
+LEVELS = ("two levels", "three levels", "three levels and canary")
+KINDS = tuple(itertools.product(POOLS, POLICIES, LEVELS))
+Random = np.random.Generator
+
+
+def layout(pool: str) -> ModelLayout:
+    """K and V of unequal widths, or a sparse model's latents."""
+    if pool == POOLS[2]:
+        return sparse_layout()
+    shared: Any = {"layer_ids": (0, 1), "dtype": "float16", "total_heads": 2}
+    specs = [ComponentSpec("key", dims=8, **shared), ComponentSpec("value", dims=6, **shared)]
+    if pool == POOLS[1]:
+        draft: Any = {"layer_ids": (2,), "dtype": "float32", "total_heads": 1}
+        specs += [ComponentSpec("key", "draft", dims=4, **draft), ComponentSpec("value", "draft", dims=3, **draft)]
+    return ModelLayout(specs, page_size=4, fingerprint="soak")
+
+
+class Soak:
+    """One seed: a cache of random size, and the machine that works on it."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self.random = np.random.default_rng(seed)
+        self.pool, self.policy, self.levels = KINDS[seed % len(KINDS)]
+        self.folder = folder
+        self.counts: collections.Counter[str] = collections.Counter()
+        machine = type("Machine", (CacheMachine,), {"make": staticmethod(self.make), "device": "cpu"})
+        self.machine: Any = machine()
+        self.machine.start(
+            pages=int(self.random.integers(3, 10)), host_pages=int(self.random.integers(1, 15)), policy=self.policy
+        )
+
+    def make(self, device: str, pages: int, host_pages: int, *, policy: WritePolicy, restarted: bool = False) -> Any:
+        """A cache; after a restart over the store that the last one filled."""
+        streams = (ImmediateStreams, LateStreams)[int(self.random.integers(2))]()
+        made = layout(self.pool)
+        bench = CacheBench(made, device=device, pages=pages, host_pages=host_pages, policy=policy, streams=streams)
+        canary = Canary(bench.host) if "canary" in self.levels else None
+        bench.options["canary"] = canary
+        if self.levels != LEVELS[0]:
+            store = FileStorage(self.folder, capacity_bytes=int(self.random.choice([20_000, 10**8])))
+            tier = StorageTier(bench.host, bench.index, store, threshold=4, batch=2, threads=0, canary=canary)
+            bench.attach(tier)
+        else:
+            bench.attach(None)
+        self.counts["restarts" if restarted else "caches"] += 1
+        return bench
+
+    def step(self) -> None:
+        """One of the machine's steps, chosen and filled in at random; then its laws."""
+        machine, random = self.machine, self.random
+        rules: list[Callable[[], None]] = [self.acquire, self.serve, self.evict, self.acknowledge]
+        if machine.running:
+            rules += [self.limit, self.load, self.finish, self.finish, self.abort]
+        if machine.bench.cache._storage is not None:
+            rules.append(self.prefetch)
+            if random.integers(20) == 0:
+                rules = [self.restart]
+        rule = rules[int(random.integers(len(rules)))]
+        rule()
+        self.counts[rule.__name__] += 1
+        machine.laws()
+
+    def text(self, least: int = 1) -> dict[str, int]:
+        return {"name": int(self.random.integers(len(BRANCHES))), "length": int(self.random.integers(least, 23))}
+
+    def one(self) -> Any:
+        return self.machine.running[int(self.random.integers(len(self.machine.running)))]
+
+    def taken(self) -> Any:
+        return self.machine.running.pop(int(self.random.integers(len(self.machine.running))))
+
+    def acquire(self) -> None:
+        self.machine.acquire(**self.text(), namespace=(None, "other")[int(self.random.integers(2))])
+
+    def serve(self) -> None:
+        self.machine.serve(**self.text(8), wait=bool(self.random.integers(2)))
+
+    def evict(self) -> None:
+        self.machine.evict(pages=int(self.random.integers(1, 10)))
+
+    def acknowledge(self) -> None:
+        self.machine.acknowledge(wait=bool(self.random.integers(2)))
+
+    def prefetch(self) -> None:
+        self.machine.prefetch(**self.text(), cancel=bool(self.random.integers(2)))
+
+    def restart(self) -> None:
+        self.count_tokens()
+        self.machine.restart(**self.text(8))
+
+    def limit(self) -> None:
+        acquired = self.one()
+        if acquired.state == "acquired":
+            hit = acquired.hit_tokens
+            try:
+                self.machine.bench.cache.limit(acquired, 4 * int(self.random.integers(hit // 4 + 1)))
+            except OutOfPages:
+                assert acquired.hit_tokens == hit
+
+    def load(self) -> None:
+        acquired = self.one()
+        if acquired.state == "acquired":
+            self.machine.bench.cache.load(acquired)
+
+    def finish(self) -> None:
+        acquired = self.taken()
+        done = self.machine.bench.run(acquired)
+        kept = int(self.random.integers(acquired.hit_tokens, len(done) + 1))
+        self.machine.bench.cache.finish(acquired, done[:kept])
+
+    def abort(self) -> None:
+        self.machine.bench.cache.abort(self.taken())
+
+    def count_tokens(self) -> None:
+        """What the cache that ends now has served."""
+        counters = self.machine.bench.cache.counters
+        self.counts["device_hits"] += counters.device_hit_tokens
+        self.counts["host_hits"] += counters.host_hit_tokens
+        self.counts["evicted"] += counters.evicted_device_pages + counters.evicted_host_pages
+        if (storage := self.machine.bench.cache._storage) is not None:
+            self.counts["stored"] += storage.counters.written_pages
+            self.counts["read"] += storage.counters.read_pages
+
+
+def soak(seeds: range, steps: int) -> collections.Counter[str]:
+    """Run the seeds; returns how often each thing was done. An error names its seed."""
+    total: collections.Counter[str] = collections.Counter()
+    for seed in seeds:
+        folder = Path(tempfile.mkdtemp(prefix="kv-pool-soak-"))
+        try:
+            one = Soak(seed, folder)
+            for _ in range(steps):
+                one.step()
+            one.count_tokens()
+            one.machine.teardown()
+        except BaseException:
+            print(f"seed {seed}: {KINDS[seed % len(KINDS)]}", file=sys.stderr)
+            raise
+        finally:
+            shutil.rmtree(folder)
+        total += one.counts
+        total["steps"] += steps
+    return total
+
+
+def main() -> None:
+    """All seeds, and what was done."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    options = parser.parse_args()
+    total = soak(range(options.seed, options.seed + options.seeds), options.steps)
+    assert total["device_hits"] and total["host_hits"] and total["read"], "nothing was found again"
+    print(f"count: seeds × steps | {options.seeds} × {options.steps}")
+    print(f"count: pools × policies × levels | {len(POOLS)} × {len(POLICIES)} × {len(LEVELS)}")
+    for name, title in (
+        ("device_hits", "tokens found on the device, bytes checked"),
+        ("host_hits", "tokens brought back from the host, bytes checked"),
+        ("stored", "pages written to a store"),
+        ("read", "pages read from a store"),
+        ("evicted", "pages evicted"),
+        ("abort", "requests aborted"),
+        ("restarts", "restarts over the store"),
+    ):
+        print(f"count: {title} | {total[name]:,}")
+
+
+if __name__ == "__main__":
+    main()

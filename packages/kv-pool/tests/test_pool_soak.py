@@ -1,0 +1,17 @@
+"""Owns the slice of the long proof that every run of the tests does: each kind of cache, for a few steps."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pool_soak
+
+
+def test_a_slice_of_the_soak() -> None:
+    total = pool_soak.soak(range(1000, 1000 + 2 * len(pool_soak.KINDS)), 40)
+    assert total["steps"] == 40 * 54 and total["caches"] == 54
+    rules = ("acquire", "serve", "evict", "acknowledge", "limit", "load", "finish", "abort", "prefetch", "restart")
+    assert all(total[name] > 0 for name in (*rules, "device_hits", "host_hits", "stored", "read", "evicted"))
