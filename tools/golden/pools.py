@@ -19,13 +19,13 @@ __all__ = ["record"]
 
 PAGE, SIZE, HOST_PAGES = 16, 64, 6
 ASKED = [2, 5, 1]  # host pages whose places are recorded
-HEADS = (
+HEADS: tuple[dict[str, Any], ...] = (
     {"heads": 2, "dims": 8, "value_dims": 8, "layers": 3, "start": 0, "dtype": "float16", "drafts": 0},
     {"heads": 2, "dims": 8, "value_dims": 8, "layers": 3, "start": 4, "dtype": "bfloat16", "drafts": 2},
     {"heads": 4, "dims": 24, "value_dims": 16, "layers": 2, "start": 0, "dtype": "bfloat16", "drafts": 0},
     {"heads": 1, "dims": 16, "value_dims": 16, "layers": 1, "start": 7, "dtype": "int8", "drafts": 0},
 )
-LATENTS = (
+LATENTS: tuple[dict[str, Any], ...] = (
     {"latent": 64, "rope": 32, "layers": 3, "start": 0, "dtype": "bfloat16", "indexer": None},
     {"latent": 512, "rope": 64, "layers": 2, "start": 5, "dtype": "float16", "indexer": None},
     {"latent": 64, "rope": 32, "layers": 4, "start": 2, "dtype": "bfloat16", "indexer": [2, 5]},

@@ -55,7 +55,7 @@ def test_storage_and_entries_are_theirs(case: dict[str, Any]) -> None:
 
 def pieces(mirrors: list[Mirror], layout: str) -> list[tuple[str, torch.Tensor]]:
     """The contiguous pieces of the pages that were asked for, in the order in which SGLang lists them."""
-    found = []
+    found: list[tuple[str, torch.Tensor]] = []
     for page in GOLDEN["asked"]:
         if layout == "layer_first":
             layers = len(mirrors[0].layer_ids)
@@ -75,7 +75,7 @@ def test_host_layouts_and_places_are_theirs(case: dict[str, Any]) -> None:
         if case.get("drafts"):  # packed there, apart here: the same bytes a page
             axis = {"layer_first": 0, "page_first": 1, "page_first_direct": 1}[layout]
             for name, shape in theirs["shapes"].items():
-                ours = [list(host.mirror(name, part).storage.shape) for part in ("target", "draft")]  # type: ignore[arg-type]
+                ours = [list(host.mirror(name, part).storage.shape) for part in ("target", "draft")]
                 assert [*ours[0][:axis], ours[0][axis] + ours[1][axis], *ours[0][axis + 1 :]] == shape
             assert sum(theirs["sizes"]) == len(GOLDEN["asked"]) * host.page_bytes
             continue
