@@ -1,8 +1,8 @@
 """Bench of kv-pool: the indexed mover, the allocator, the controller, the stores of files and of Mooncake.
 
 Time to the first token after a hit is in `pool_hits`. References in the same run: the better of numpy's `take(out=)`
-and fancy assignment over the same pages for the mover, plain sequential files of the same bytes and Mooncake's own calls
-for the stores. Mooncake listens on all interfaces, so the bench goes on in a namespace with loopback only.
+and fancy assignment over the same pages for the mover, plain sequential files of the same bytes and Mooncake's own
+calls for the stores. Mooncake listens on all interfaces, so the bench goes on in a namespace with loopback only.
 """
 
 from __future__ import annotations

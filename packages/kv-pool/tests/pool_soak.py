@@ -1,4 +1,4 @@
-"""The long proof of HiCache: 500 random steps for each of 200 seeds, over pools, policies, streams and levels.
+"""The long proof of HiCache: 500 random steps for each of 200 seeds, over pools, policies and levels; 200 kills.
 
 `nox -s soak -- kv-pool` runs it as a script, which prints a line a figure; `test_pool_soak.py` runs a slice. Bytes
 are checked whenever a prompt is served, books after every step. It owns the choice of steps; what a step does, and what
@@ -27,10 +27,11 @@ from kv_planner import ComponentSpec, ModelLayout
 from kv_pool import OutOfPages
 from kv_pool.hicache import Canary, FileStorage, ImmediateStreams, StorageTier, WritePolicy
 from test_pool_hicache_random import LateStreams, sparse_layout
+from test_pool_storage_files import crash
 
 __all__ = ["KINDS", "soak"]
 
-SEEDS, STEPS = 200, 500
+SEEDS, STEPS, KILLS = 200, 500, 200
 POOLS = ("heads", "heads and draft", "latents, index keys and draft")
 POLICIES: tuple[WritePolicy, ...] = ("write_through", "write_through_selective", "write_back")
 LEVELS = ("two levels", "three levels", "three levels and canary")
@@ -184,10 +185,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--kills", type=int, default=KILLS)
     options = parser.parse_args()
     total = soak(range(options.seed, options.seed + options.seeds), options.steps)
+    with tempfile.TemporaryDirectory(prefix="kv-pool-soak-") as folder:
+        for part in range(options.kills // 50):  # a process each
+            crash(Path(folder) / str(part), options.seed + part, 50)
     assert total["device_hits"] and total["host_hits"] and total["read"], "nothing was found again"
     print(f"count: seeds × steps | {options.seeds} × {options.steps}")
+    print(f"count: writers of files killed at random places | {options.kills}")
     print(f"count: pools × policies × levels | {len(POOLS)} × {len(POLICIES)} × {len(LEVELS)}")
     for name, title in (
         ("device_hits", "tokens found on the device, bytes checked"),

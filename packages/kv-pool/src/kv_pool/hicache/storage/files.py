@@ -5,6 +5,7 @@ Any number of processes may share a folder. It does not own keys (see `identity`
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import os
@@ -257,8 +258,12 @@ def _fill(file: int, key: str, pieces: Pieces) -> str | None:
 
 
 def _write_all(file: int, views: list[memoryview]) -> None:
+    """Write all of it: the kernel takes at most 2 GiB in a call, and less when it is interrupted."""
     while views:
-        views = _after(views, os.writev(file, views[:_MOST_PIECES]))
+        taken = os.writev(file, views[:_MOST_PIECES])
+        if not taken:
+            raise OSError(errno.EIO, "the system took no byte of a write")
+        views = _after(views, taken)
 
 
 def _after(views: list[memoryview], done: int) -> list[memoryview]:
