@@ -247,7 +247,7 @@ def test_calls_that_the_kernel_cuts_short_are_continued(
         return call
 
     for name in real:
-        monkeypatch.setattr(files.os, name, cut(name))
+        monkeypatch.setattr(os, name, cut(name))
     store = make()
     assert store.write([key(1)], [page(1)]) == 1
     assert (store.root / key(1)[:2] / key(1)).stat().st_size == NBYTES
@@ -265,12 +265,12 @@ def test_3_gib_are_written_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.append(real(file, views))
         return taken[-1]
 
-    monkeypatch.setattr(files.os, "writev", counted)
+    monkeypatch.setattr(os, "writev", counted)
     huge = np.zeros(3 << 30, dtype=np.uint8)
     with open(os.devnull, "wb", buffering=0) as nowhere:
         files._write_all(nowhere.fileno(), [memoryview(b"head"), huge.data])
     assert sum(taken) == huge.nbytes + 4 and len(taken) >= 2
-    monkeypatch.setattr(files.os, "writev", lambda file, views: 0)
+    monkeypatch.setattr(os, "writev", lambda file, views: 0)
     with pytest.raises(OSError, match="no byte"):
         files._write_all(0, [huge.data])
 
