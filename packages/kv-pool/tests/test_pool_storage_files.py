@@ -112,6 +112,33 @@ def test_no_damaged_file_is_served(tmp_path_factory: pytest.TempPathFactory, dat
     assert store.write([key(1)], [page(1)]) == 1 and store.read([key(1)], [got[1]]) == 1
 
 
+NAMES = st.one_of(
+    st.text(max_size=70),
+    st.text(alphabet="0123456789abcdefABCDEF./", min_size=60, max_size=68),
+    st.sampled_from(["..", "../" * 21 + "a", "/etc/passwd", "a" * 63, "A" * 64, "a" * 62 + "/a", "\0" * 64]),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(name=NAMES)
+def test_no_key_names_a_file_elsewhere(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+    """64 hexadecimal digits name a page below the folder; all else is refused by every call and leaves nothing."""
+    folder = tmp_path_factory.mktemp("keys")
+    store = FileStorage(folder / "pages", capacity_bytes=10**6)
+    calls: list[Callable[[], int]] = [
+        lambda: store.exists([name]), lambda: store.read([name], [empty()]), lambda: store.write([name], [page(1)]),
+    ]  # fmt: skip
+    legal = len(name) == 64 and set(name) <= set("0123456789abcdef")
+    for call, wanted in zip(calls, (0, 0, 1), strict=True):
+        if legal:
+            assert call() == wanted
+        else:
+            with pytest.raises(StorageError, match="64 hexadecimal digits"):
+                call()
+    left = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    assert left == ([folder / "pages" / name[:2] / name] if legal else [])
+
+
 def test_another_length_is_an_error_not_a_page(make: Callable[..., FileStorage]) -> None:
     store = make()
     store.write([key(0)], [page(0)])
