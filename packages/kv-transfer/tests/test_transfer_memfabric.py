@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -113,12 +114,13 @@ def test_what_cannot_start_is_refused(recorder: Recorder, monkeypatch: pytest.Mo
 
 def test_the_recorder_refuses_what_the_library_would(recorder: Recorder) -> None:
     engine: Any = sys.modules["memfabric_hybrid"].TransferEngine()
-    for call in (
+    calls: list[Callable[[], object]] = [
         lambda: engine.register_memory("address", 3),
         lambda: engine.register_memory(1),
         lambda: engine.batch_transfer_sync_write("x", 1, [2], [3]),
         lambda: engine.transfer_sync_write("x", 1, 2, 3, hint=""),
-    ):
+    ]
+    for call in calls:
         with pytest.raises(TypeError):
             call()
     assert recorder.calls == []

@@ -8,6 +8,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transfer_schedules import run_words
 
 from kv_transfer.config import Limits
 from kv_transfer.errors import MessageTooLarge, ProtocolError, ProtocolVersionError
@@ -98,6 +99,12 @@ def test_a_message_with_one_field_changed_is_a_message_or_a_named_error(
         decode(json.dumps(fields).encode())
     except ProtocolError as error:
         assert str(error)
+
+
+def test_words_with_faults_are_messages_or_named_errors() -> None:
+    """A slice; a million run in `nox -s soak -- kv-transfer`."""
+    ends = run_words(EXAMPLES, 20_000, 1)
+    assert ends["named errors"] > 10_000 and ends["messages"] > 100
 
 
 @pytest.mark.parametrize(

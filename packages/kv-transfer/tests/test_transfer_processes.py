@@ -32,6 +32,12 @@ def test_two_prefill_stages_and_decode(scenario: str, engine: str) -> None:
     assert "kv_transfer.isolation: " in _run("transfer_scenarios.py", scenario, engine)
 
 
+@pytest.mark.parametrize("engine", ["loopback", "mooncake", "nixl"])
+def test_a_sample_of_the_matrix_is_byte_exact_between_two_processes(engine: str) -> None:
+    """All cases run in `nox -s soak -- kv-transfer`."""
+    _run("transfer_matrix.py", engine, "24", "3")
+
+
 @pytest.mark.parametrize("script", ["transfer_mooncake_checks.py", "transfer_nixl_checks.py"])
 def test_an_engine_by_itself(script: str) -> None:
     _run(script)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import kv_planner as kp
 import numpy as np
+import numpy.typing as npt
 from kv_planner.testing import Label, build_rank, label_bytes
 
 EMPTY = 0xEE
@@ -15,6 +16,10 @@ EMPTY = 0xEE
 
 def byte_of(label: Label) -> int:
     return zlib.crc32(repr(tuple(label)).encode()) & 0xFF
+
+
+def _own(nbytes: int) -> npt.NDArray[np.uint8]:
+    return np.empty(nbytes, np.uint8)
 
 
 class Image:
@@ -26,6 +31,7 @@ class Image:
         place: Where it stands.
         items: Items of every buffer.
         padding: Bytes between items.
+        allocate: Makes the memory; of this process by default.
     """
 
     def __init__(
@@ -36,10 +42,12 @@ class Image:
         *,
         items: int = 12,
         padding: int = 0,
+        allocate: Callable[[int], npt.NDArray[np.uint8]] = _own,
     ) -> None:
         template = build_rank(layout, layer_ids, place, items=items, padding=padding)
         end = max(entry.address + entry.nbytes for entry in template.entries)
-        self.arena = np.full(end + 64, EMPTY, np.uint8)
+        self.arena = allocate(end + 64)
+        self.arena[:] = EMPTY
         base = int(self.arena.ctypes.data)
         self.manifest = kp.RankManifest(
             layout,
@@ -96,6 +104,7 @@ def side(
     items: int = 12,
     padding: int = 0,
     draft: Sequence[int] = (),
+    allocate: Callable[[int], npt.NDArray[np.uint8]] = _own,
 ) -> list[Image]:
     """All ranks of a side: layers shared evenly over stages, draft layers on the last."""
     ranks = []
@@ -103,5 +112,5 @@ def side(
         own = list(range(layers * stage // pp, layers * (stage + 1) // pp))
         own += list(draft) if stage == pp - 1 else []
         place = kp.Placement(pp_rank=stage, pp_size=pp, tp_rank=rank, tp_size=tp)
-        ranks.append(Image(layout, own, place, items=items, padding=padding))
+        ranks.append(Image(layout, own, place, items=items, padding=padding, allocate=allocate))
     return ranks

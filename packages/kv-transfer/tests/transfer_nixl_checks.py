@@ -57,6 +57,15 @@ def main() -> None:
     reader.unregister(there)
     assert end(writer, writer.submit(session, batch((here, there, 64)))) is None
     reader.unregister(there)
+    reader.register(there, 4096)  # the same address with another size: what the library was told first is not enough
+    small = reader.session
+    assert end(writer, writer.submit(small, batch((here + 9, there, 4096)))) is None
+    reader.unregister(there)
+    reader.register(there, size)
+    assert end(writer, writer.submit(reader.session, batch((here, there, size)))) is None
+    assert (target == source).all()
+    assert end(writer, writer.submit(small, batch((here, there, 64)))) is None, "older news does not replace newer"
+    reader.unregister(there)
     refused(RegionError, "no registered region", reader.unregister, there)
 
     reader.close()

@@ -163,13 +163,13 @@ def aborts(cluster: Cluster) -> None:
     cluster.serve(1)
 
 
-def receiver_killed(cluster: Cluster) -> None:
+def receiver_killed(cluster: Cluster, pause: float = 0.2) -> None:
     """In the middle of a write; then a new one listens at the same address and the senders serve on."""
     cluster.begin_room(0)
     cluster.decode.signal(signal.SIGSTOP)
     for process in cluster.prefill:
         process.ok("send", room=0, pages=BIG, start=0)
-    time.sleep(0.2)
+    time.sleep(pause)
     cluster.decode.kill()
     with soon(5, "senders know that the receiver is dead"):
         for process in cluster.prefill:
@@ -184,12 +184,12 @@ def receiver_killed(cluster: Cluster) -> None:
     cluster.serve(0)
 
 
-def sender_killed(cluster: Cluster) -> None:
+def sender_killed(cluster: Cluster, pause: float = 0.2) -> None:
     """One stage in the middle of a write; then it is started again and the same room number works."""
     cluster.begin_room(0)
     cluster.decode.signal(signal.SIGSTOP)
     cluster.prefill[0].ok("send", room=0, pages=BIG, start=0)
-    time.sleep(0.2)
+    time.sleep(pause)
     cluster.prefill[0].kill()
     cluster.decode.signal(signal.SIGCONT)
     with soon(5, "the receiver knows that a sender is dead"):
@@ -209,9 +209,10 @@ def sender_killed(cluster: Cluster) -> None:
     cluster.serve(0)
 
 
-def stopped(cluster: Cluster) -> None:
+def stopped(cluster: Cluster, pause: float = 0.2) -> None:
     """SIGSTOP is not death: pages stay held until the writer wakes up and answers."""
     cluster.begin_room(0)
+    time.sleep(pause)
     cluster.prefill[1].signal(signal.SIGSTOP)
     with soon(6, "the receiver takes a stopped sender for lost"):
         answer = cluster.decode.call("wait", room=0)

@@ -117,7 +117,12 @@ def has_states(manifest: kv_planner.RankManifest, parts: Iterable[kv_planner.Par
 
 
 def check_movable(manifest: kv_planner.RankManifest, parts: Iterable[kv_planner.Part]) -> None:
-    """Raises `UnsupportedLayout` when a component of `parts` is organised neither in pages nor in request rows."""
+    """Refuses what is not moved.
+
+    Raises:
+        UnsupportedLayout: A component of `parts` has items that are neither pages nor request rows, or heads that do
+            not split over the ranks.
+    """
     wanted = set(parts)
     for spec in manifest.layout.components:
         if spec.part in wanted and spec.item_kind not in ("page", "request_row"):
@@ -127,6 +132,14 @@ def check_movable(manifest: kv_planner.RankManifest, parts: Iterable[kv_planner.
                 consequence="it would be missing at the peer",
                 remedy="leave the component out of the layout, or move it by other means",
             )
+        if spec.part in wanted:
+            place = manifest.placement
+            try:
+                kv_planner.split_heads(spec.total_heads, tp_rank=place.tp_rank, tp_size=place.tp_size)
+            except kv_planner.PlanError as error:
+                raise UnsupportedLayout(
+                    f"{spec.part} {spec.component}: {error}", local=f"{spec.total_heads} heads, tp {place.tp_size}"
+                ) from error
 
 
 def parse_manifest(text: str, parts: Iterable[kv_planner.Part]) -> kv_planner.RankManifest:

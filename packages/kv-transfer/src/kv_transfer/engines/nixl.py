@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import base64
 import binascii
+import dataclasses
 import importlib
 import os
 import threading
@@ -48,6 +49,15 @@ class _Handle(TransferHandle):
         self.transfer: Any = None
 
 
+@dataclasses.dataclass(slots=True)
+class _Metadata:
+    """What the library knows of a peer: its data, of which state of its memory, and whether older data is mixed in."""
+
+    changes: int
+    data: bytes
+    stale: bool
+
+
 class NixlEngine:
     """Moves host memory with NIXL; every call into the library happens under one lock.
 
@@ -79,7 +89,9 @@ class NixlEngine:
         self._capabilities = EngineCapabilities(max_entries_per_batch=max_entries_per_batch, cross_process=True)
         self._regions = RegionTable()
         self._registered: dict[int, Any] = {}
+        self._changes = 0
         self._peers: dict[str, str] = {}
+        self._loaded: dict[str, _Metadata] = {}
         self._pending: set[_Handle] = set()
         self._lock = threading.RLock()
         self._closed = False
@@ -95,7 +107,8 @@ class NixlEngine:
         """The agent's metadata: how it is reached, and the memory that is registered now."""
         with self._lock:
             self._refuse_closed()
-            return base64.b64encode(zlib.compress(self._agent.get_agent_metadata())).decode()
+            metadata = base64.b64encode(zlib.compress(self._agent.get_agent_metadata())).decode()
+            return f"{self._name}/{self._changes}/{metadata}"
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -110,6 +123,7 @@ class NixlEngine:
                 return
             try:
                 self._registered[address] = self._agent.register_memory([(address, nbytes, 0, "")], _MEMORY)
+                self._changes += 1
             except Exception as error:
                 self._regions.remove(address)
                 raise EngineError(
@@ -125,6 +139,7 @@ class NixlEngine:
                 return
             if self._regions.remove(address):
                 self._agent.deregister_memory(self._registered.pop(address))
+                self._changes += 1
 
     def submit(self, peer: str, batch: Blocks) -> TransferHandle:
         """See `TransferEngine.submit`."""
@@ -186,20 +201,32 @@ class NixlEngine:
                     self.poll(handle)
             for address in self._regions.clear():
                 self._agent.deregister_memory(self._registered.pop(address))
-            for agent in self._peers.values():
+            for agent in self._loaded:
                 self._agent.remove_remote_agent(agent)
             self._peers.clear()
+            self._loaded.clear()
             del self._agent
 
     def _agent_of(self, peer: str) -> str:
-        known = self._peers.get(peer)
-        if known is None:
-            try:
-                metadata = zlib.decompress(base64.b64decode(peer, validate=True))
-            except (ValueError, binascii.Error, zlib.error) as error:
-                raise ValueError(f"{peer[:40]!r} is no session of a nixl engine") from error
-            known = self._peers[peer] = _text(self._agent.add_remote_agent(metadata))
-        return known
+        """The peer's agent, known by its newest metadata.
+
+        The library keeps what it was told first of an address: a range that was registered again with another size
+        would not be found. So newer metadata replaces the older, as soon as no transfer to the peer is under way.
+        """
+        name = self._peers.get(peer)
+        if name is None:
+            name, changes, data = _parse(peer)
+            known = self._loaded.get(name)
+            if known is None or changes > known.changes:
+                self._agent.add_remote_agent(data)
+                self._loaded[name] = _Metadata(changes, data, stale=known is not None)
+            self._peers[peer] = name
+        loaded = self._loaded[name]
+        if loaded.stale and not any(self._peers.get(handle.peer) == name for handle in self._pending):
+            self._agent.remove_remote_agent(name)
+            self._agent.add_remote_agent(loaded.data)
+            loaded.stale = False
+        return name
 
     def _take(self, handle: _Handle, state: str) -> None:
         if state == "DONE":
@@ -242,8 +269,13 @@ def _descriptors(addresses: Any, nbytes: Any) -> Any:
     return rows
 
 
-def _text(name: str | bytes) -> str:
-    return name.decode() if isinstance(name, bytes) else name
+def _parse(session: str) -> tuple[str, int, bytes]:
+    """Agent, state of its memory, and metadata."""
+    try:
+        name, changes, data = session.split("/", 2)
+        return name, int(changes), zlib.decompress(base64.b64decode(data, validate=True))
+    except (ValueError, binascii.Error, zlib.error) as error:
+        raise ValueError(f"{session[:40]!r} is no session of a nixl engine") from error
 
 
 def _load() -> Any:
