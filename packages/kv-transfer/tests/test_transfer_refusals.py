@@ -47,7 +47,9 @@ def test_pages_that_a_writer_still_holds_are_offered_to_no_room(held: Pair) -> N
     sending = held.senders[0].open(1)
     sending.send([1, 2], start=0)
     assert eventually(lambda: held_engine(held).begun > 0)
+    assert session.failed_pages == ()
     session.abort("the client left")
+    assert session.failed_pages == (4, 7)
     with pytest.raises(kt.PageHeld, match="page 7 is held by room 1"):
         held.receiver.open(2, [7])
     held_engine(held).go.set()

@@ -54,6 +54,15 @@ class ReceiverSession:
             return self._room.pages_released
 
     @property
+    def failed_pages(self) -> tuple[int, ...]:
+        """Destination pages whose bytes are undefined: all of them once the room was given up, none before.
+
+        They must not enter a prefix cache; the request is sent again as another room, or computed at decode.
+        """
+        with self._receiver.lock:
+            return self._room.offer.pages if self._room.error is not None else ()
+
+    @property
     def writing(self) -> tuple[Rank, ...]:
         """Ranks that may still write."""
         with self._receiver.lock:
