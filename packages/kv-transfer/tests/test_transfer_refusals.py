@@ -47,7 +47,7 @@ def test_pages_that_a_writer_still_holds_are_offered_to_no_room(held: Pair) -> N
     sending = held.senders[0].open(1)
     sending.send([1, 2], start=0)
     assert eventually(lambda: held_engine(held).begun > 0)
-    assert session.failed_pages == ()
+    assert not session.failed_pages
     session.abort("the client left")
     assert session.failed_pages == (4, 7)
     with pytest.raises(kt.PageHeld, match="page 7 is held by room 1"):
@@ -254,7 +254,6 @@ def test_ranks_that_misjudge_what_they_send_are_refused_before_a_room(ranges: li
     [
         [(0, 1), (0, 1), (1, 2), (1, 2)],
         [(0, 1), (1, 2), (0, 1), (1, 2)],
-        [(0, 1), (1, 2), (1, 2)],
         [(0, 2)],
         [(0, 1), (1, 2)],
     ],
@@ -271,3 +270,20 @@ def test_replicas_that_judge_right_or_send_nothing_serve(ranges: list[tuple[int,
         sending.finish()
     session.wait(5)
     assert decode.faults({1: 3, 2: 4}) == []
+
+
+@pytest.mark.parametrize(("heads", "size"), [(3, 2), (3, 4), (2, 3)])
+def test_heads_that_do_not_split_over_the_ranks_are_refused_when_an_end_is_made(heads: int, size: int) -> None:
+    layout = make_layout(layers=1, heads=heads)
+    placement = kp.Placement(tp_rank=1, tp_size=size)
+    memory = RankMemory(layout, ONE_LAYER, placement=placement, head_range=(1, 2))
+    engine = LoopbackEngine()
+    for make in (
+        lambda: kt.Receiver(memory.manifest, engine, prefill_ranks=1),
+        lambda: kt.Sender(memory.manifest, engine, endpoint="tcp://127.0.0.1:1"),
+    ):
+        with pytest.raises(kt.UnsupportedLayout, match=rf"target key: total_heads: {heads} against {size}") as caught:
+            make()
+        assert isinstance(caught.value.__cause__, kp.HeadsDoNotSplit)
+    engine.register(memory.manifest.entries[0].address, memory.manifest.entries[0].nbytes)  # nothing was registered
+    engine.close()
