@@ -69,6 +69,7 @@ def test_other_processes_ask_over_a_socket() -> None:
         number = client.register(receiver)
         assert client.members("decode") == (receiver.model_copy(update={"generation": number}),)
         assert client.members("decode") == server.directory.members("decode")
+        assert client.is_whole("decode") and not client.is_whole("decode", 1) and not client.is_whole("prefill")
         assert client.renew(number) and not client.renew(number + 1)
         with pytest.raises(ArgumentError, match=r"refused by the directory.*sizes do not hold"):
             client.register(_member(kt.Place(tp_rank=2, tp_size=2)))

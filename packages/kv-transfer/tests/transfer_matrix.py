@@ -26,6 +26,7 @@ SOURCE, DESTINATION = [7, 3, 4], [2, 5, 6]
 SOURCE_ROW, DESTINATION_ROW = 3, 5
 TIMEOUTS = kt.Timeouts(handshake=20, offer=20, transfer=30, heartbeat_interval=0.5, peer_lost_after=20)
 OPTIONS: dict[str, dict[str, Any]] = {"loopback": {"shared": True}, "mooncake": {"transfer_timeout": 10.0}}
+LIMITS = kt.Limits(ready_step_bytes=40)  # a layer or two at a time
 TARGET: tuple[kp.Part, ...] = ("target",)
 
 
@@ -172,7 +173,12 @@ def prefill(world: World, command: dict[str, Any]) -> dict[str, Any]:
             own.fill()
             for endpoint in command["endpoints"]:
                 sender = kt.Sender(
-                    own.manifest, world.engine, endpoint=endpoint, parts=world.case.parts, timeouts=TIMEOUTS
+                    own.manifest,
+                    world.engine,
+                    endpoint=endpoint,
+                    parts=world.case.parts,
+                    timeouts=TIMEOUTS,
+                    limits=LIMITS,
                 )
                 world.ends.append(sender)
                 sender.connect()
@@ -183,8 +189,12 @@ def prefill(world: World, command: dict[str, Any]) -> dict[str, Any]:
         for sender in world.ends:
             sending = sender.open(0)
             sending.send(SOURCE[:1], start=0)
-            sending.send(SOURCE[1:], start=1)
-            sending.send_states(SOURCE_ROW)
+            marks = kt.LayerMarks()
+            sending.send(SOURCE[1:], start=1, ready=marks)
+            sending.send_states(SOURCE_ROW, ready=marks)
+            for part in ("target", "draft"):
+                for layer in range(LAYERS + 3):
+                    marks.mark(layer, part)
             sending.finish()
         return {}
     world.end()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import kv_planner
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from kv_transfer.errors import ArgumentError
 from kv_transfer.handshake import Rank
 
-__all__ = ["Directory", "Member", "Place", "Side"]
+__all__ = ["Directory", "Member", "Place", "Side", "is_whole"]
 
 Side = Literal["prefill", "decode"]
 """Which side of the transfer a rank is on."""
@@ -82,6 +82,12 @@ class Member(BaseModel):
     endpoint: str = Field(default="", max_length=1024)
     serves: int = Field(default=0, ge=0, lt=1 << 20)
     generation: int = Field(default=0, ge=0)
+
+
+def is_whole(members: Iterable[Member], dp_rank: int) -> bool:
+    """Whether all distinct ranks of a data-parallel group are among the members of one side."""
+    group = [member.place for member in members if member.place.dp_rank == dp_rank]
+    return bool(group) and len({place.rank for place in group}) == group[0].group_size
 
 
 class Directory:
@@ -166,8 +172,7 @@ class Directory:
 
     def is_whole(self, side: Side, dp_rank: int = 0) -> bool:
         """Whether all distinct ranks of a data-parallel group are there."""
-        group = [member.place for member in self.members(side) if member.place.dp_rank == dp_rank]
-        return bool(group) and len({place.rank for place in group}) == group[0].group_size
+        return is_whole(self.members(side), dp_rank)
 
     def _expire(self) -> None:
         now = self._clock()

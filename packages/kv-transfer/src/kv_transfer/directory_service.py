@@ -15,7 +15,7 @@ import zmq
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from kv_transfer.arguments import check_endpoint, check_seconds
-from kv_transfer.directory import Directory, Member, Side
+from kv_transfer.directory import Directory, Member, Side, is_whole
 from kv_transfer.errors import ArgumentError, PeerLost, ProtocolError
 from kv_transfer.secret import check_secret, seal_receiver, seal_sender
 
@@ -174,6 +174,10 @@ class DirectoryClient:
     def members(self, side: Side) -> tuple[Member, ...]:
         """See `Directory.members`."""
         return self._ask(_List(side=side)).members
+
+    def is_whole(self, side: Side, dp_rank: int = 0) -> bool:
+        """See `Directory.is_whole`."""
+        return is_whole(self.members(side), dp_rank)
 
     def _ask(self, request: _Request) -> _Reply:
         """One question on a socket of its own: a late answer to an earlier one cannot be taken for its answer.
