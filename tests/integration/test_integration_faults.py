@@ -61,9 +61,11 @@ def test_a_killed_worker_ends_the_run_with_its_name(role: Role, moment: str) -> 
 
 
 FRONT = """
+import signal
 import sys
 from disaggregated_serving.config import ServeConfig
 from disaggregated_serving.front import serve
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run behind an `&`
 config = ServeConfig.model_validate_json(sys.argv[1])
 def on_start(workers):
     print(*workers.processes.values(), flush=True)

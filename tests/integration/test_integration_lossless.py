@@ -31,7 +31,7 @@ class Server:
 
     def __init__(self, weights: Weights) -> None:
         shape = weights.shape
-        self.pool = MhaPool(kv_layout(shape, PAGE), size=PAGE * (2 * COLUMNS + 1), device="cpu")
+        self.pool = MhaPool(kv_layout(shape, PAGE, torch.float16), size=PAGE * (2 * COLUMNS + 1), device="cpu")
         self.model = Stage(weights, self.pool, device=torch.device("cpu"), kv_dtype=torch.float16)
         self.layers = range(shape.layers)
         self.pages = torch.tensor([[7, 2, 5, 4], [1, 8, 3, 6]], dtype=torch.int32)
