@@ -216,7 +216,7 @@ def test_mha_pools_are_described_whole(drafts: int) -> None:
     pointers, _, items = pair.theirs.get_contiguous_buf_infos()
     named = {(entry.component, entry.layer_id): entry for entry in entries if entry.part == "target"}
     layers = list(range(LAYERS))
-    order = [named[name, layer] for name in ("key", "value") for layer in layers]  # type: ignore[index]
+    order = [named[name, layer] for name in ("key", "value") for layer in layers]
     assert [entry.address for entry in order] == pointers and [entry.item_bytes for entry in order] == items
     drafted = [entry.address for entry in entries if entry.part == "draft" and entry.component == "key"]
     assert drafted == [pool.get_contiguous_buf_infos()[0][0] for pool in extra]
