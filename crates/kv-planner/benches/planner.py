@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -195,7 +196,8 @@ def threading(bench: Bench, pages: int, times: int, target: float) -> None:
         for _ in range(times):
             kp.lower(plan)
 
-    with ThreadPoolExecutor(2) as pool:
+    cores = itertools.cycle(sorted(os.sched_getaffinity(0)))  # the system may leave two short-lived threads on one core
+    with ThreadPoolExecutor(2, initializer=lambda: os.sched_setaffinity(0, {next(cores)})) as pool:
         list(pool.map(work, plans))
         alone, together = [], []
         for _ in range(bench.rounds):
