@@ -81,7 +81,7 @@ def rust(cases: int, seed: int) -> Part:
 def python(title: str, paths: list[str], factor: int, seed: int) -> Part:
     """All Hypothesis tests and state machines below some paths."""
     env = {"SOAK_FACTOR": str(factor)}
-    command = ["python", "-m", "kv_transfer.isolation", "--", "python", "-m", "pytest", "-q", *paths]
+    command = ["python", "-m", "kv_transfer.isolation", "--", "python", "-m", "pytest", "-q", "-n2", *paths]
     command += ["-p", "soak_plugin", "--hypothesis-show-statistics", f"--hypothesis-seed={seed}", "-o", "timeout=0"]
     search = os.pathsep.join(filter(None, [str(ROOT / "tools"), os.environ.get("PYTHONPATH")]))
     code, output, seconds = _run(command, {**env, "PYTHONPATH": search})
