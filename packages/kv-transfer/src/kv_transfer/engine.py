@@ -14,6 +14,8 @@ import kv_planner
 import numpy as np
 import numpy.typing as npt
 
+from kv_transfer.errors import EngineError
+
 __all__ = [
     "Blocks",
     "EngineCapabilities",
@@ -101,6 +103,23 @@ class EngineCapabilities:
             max_block_bytes=self.max_block_bytes,
             max_blocks=self.max_blocks,
         )
+
+    def check_entries(self, blocks: int) -> None:
+        """Refuses a batch of more blocks than the engine takes.
+
+        Args:
+            blocks: Blocks of the batch.
+
+        Raises:
+            EngineError: There are too many.
+        """
+        limit = self.max_entries_per_batch
+        if limit is not None and blocks > limit:
+            raise EngineError(
+                f"batch of {blocks} blocks, the engine takes {limit}",
+                local=blocks,
+                remedy="lower the plan with this engine's capabilities",
+            )
 
 
 class TransferHandle:

@@ -111,13 +111,7 @@ class LoopbackEngine:
     def submit(self, peer: str, batch: Blocks) -> TransferHandle:
         """See `TransferEngine.submit`."""
         self._refuse_unusable()
-        limit = self._capabilities.max_entries_per_batch
-        if limit is not None and len(batch.nbytes) > limit:
-            raise EngineError(
-                f"batch of {len(batch.nbytes)} blocks, the engine takes {limit}",
-                local=len(batch.nbytes),
-                remedy="lower the plan with this engine's capabilities",
-            )
+        self._capabilities.check_entries(len(batch.nbytes))
         self._regions.check(batch.source, batch.nbytes, "source")
         handle = _Handle(peer, batch)
         with self._lock:

@@ -12,7 +12,7 @@ import torch
 from spec_kernels.attention_checks import AttentionExtras, CacheSizes
 from spec_kernels.paged_metadata import PagedAttentionMetadata, check_kv_lens
 
-__all__ = ["SCHEMA", "paged_attention", "ragged_paged_attention", "run"]
+__all__ = ["SCHEMA", "paged_attention", "paged_attention_fake", "ragged_paged_attention", "run"]
 
 _SCORE_ELEMENTS = 1 << 22
 """Scores at a time: 16 MiB in float32."""
@@ -58,7 +58,7 @@ def paged_attention(
 
 
 @paged_attention.register_fake
-def _paged_attention_fake(
+def paged_attention_fake(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -74,6 +74,7 @@ def _paged_attention_fake(
     causal: bool,
     window: int | None = None,
 ) -> torch.Tensor:
+    """Shape and dtype of the result of either op, on any backend."""
     return query.new_empty((*query.shape[:-1], CacheSizes.of(value_cache).dims))
 
 
@@ -110,7 +111,7 @@ def ragged_paged_attention(
     return out
 
 
-ragged_paged_attention.register_fake(_paged_attention_fake)
+ragged_paged_attention.register_fake(paged_attention_fake)
 
 
 def run(

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from spec_kernels import tiling
 from spec_kernels.attention_checks import AttentionExtras, CacheSizes
-from spec_kernels.native.attention import SCHEMA
+from spec_kernels.native import attention as native
 from spec_kernels.paged_metadata import PagedAttentionMetadata, check_kv_lens
 
 __all__ = ["paged_attention", "run"]
@@ -121,7 +121,7 @@ def _attention_kernel(
             tl.store(out + place[:, None] * VALUE_DIMS + value_dim[None, :], result, mask=inside)
 
 
-@torch.library.custom_op("spec_kernels::paged_attention_triton", mutates_args=(), schema=SCHEMA)
+@torch.library.custom_op("spec_kernels::paged_attention_triton", mutates_args=(), schema=native.SCHEMA)
 def paged_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -172,24 +172,7 @@ def paged_attention(
     return out.transpose(0, 1).reshape(shape)
 
 
-@paged_attention.register_fake
-def _paged_attention_fake(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    query_rope: torch.Tensor | None = None,
-    key_rope_cache: torch.Tensor | None = None,
-    *,
-    q_lens: list[int],
-    kv_lens: list[int],
-    scale: float,
-    causal: bool,
-    window: int | None = None,
-) -> torch.Tensor:
-    return query.new_empty((*query.shape[:-1], CacheSizes.of(value_cache).dims))
+paged_attention.register_fake(native.paged_attention_fake)
 
 
 def _by_kv_head(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
