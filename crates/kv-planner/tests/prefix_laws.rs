@@ -15,6 +15,7 @@ enum Step {
     Find { space: usize, tokens: Vec<i64>, limit: Option<u64>, lock: bool },
     Unlock(usize),
     Evict { tier: usize, wanted: u64, keep: bool },
+    Drop { which: Vec<usize> },
     Backup { limit: u64, min_uses: u64 },
     Load { space: usize, tokens: Vec<i64> },
 }
@@ -31,6 +32,7 @@ fn step() -> impl Strategy<Value = Step> {
             .prop_map(|(space, tokens, limit, lock)| Step::Find { space, tokens, limit, lock }),
         2 => (0usize..4).prop_map(Step::Unlock),
         2 => (0usize..2, 0u64..5, any::<bool>()).prop_map(|(tier, wanted, keep)| Step::Evict { tier, wanted, keep }),
+        1 => prop::collection::vec(0usize..9, 0..3).prop_map(|which| Step::Drop { which }),
         2 => (0u64..4, 0u64..3).prop_map(|(limit, min_uses)| Step::Backup { limit, min_uses }),
         2 => (space, tokens()).prop_map(|(space, tokens)| Step::Load { space, tokens }),
     ]
@@ -63,13 +65,16 @@ struct World {
     locks: Vec<(LockId, Vec<Key>)>,
     clock: u64,
     gone: Vec<NodeId>,
+    /// Host pages that were dropped under locks, and those of the locks that are still held.
+    lingering: BTreeMap<i64, Vec<LockId>>,
 }
 
 impl World {
     fn new() -> World {
         let free = POOL.map(|pages| (1..pages as i64).collect());
         let index = PrefixIndex::new(PAGE as u64, POOL[0], POOL[1]).unwrap();
-        World { index, entries: BTreeMap::new(), free, locks: Vec::new(), clock: 0, gone: Vec::new() }
+        let (locks, lingering) = (Vec::new(), BTreeMap::new());
+        World { index, entries: BTreeMap::new(), free, locks, clock: 0, gone: Vec::new(), lingering }
     }
 
     fn prefixes(space: usize, tokens: &[i64]) -> Vec<Key> {
@@ -180,7 +185,9 @@ impl World {
         let evictable = self.evictable(at);
         let done = self.index.evict(tier, wanted, EvictOptions { keep_unbacked: keep });
         assert_eq!(done.pages.len() as u64 + done.shortfall, wanted);
-        assert_eq!(done.pages.len(), done.removed.len() + done.kept.len());
+        let left_behind: Vec<i64> = if tier == Tier::Host { self.left_behind(wanted) } else { Vec::new() };
+        assert_eq!(&done.pages[..left_behind.len()], &left_behind[..], "they leave first");
+        assert_eq!(done.pages.len(), left_behind.len() + done.removed.len() + done.kept.len());
         if keep && tier == Tier::Device {
             assert!(done.removed.is_empty(), "everything that left has a host copy");
             assert!(done.needs_backup.iter().all(|node| unbacked.contains(&node.0)));
@@ -195,7 +202,7 @@ impl World {
             assert_eq!(done.pages.len() as u64, wanted.min(evictable), "all that is called evictable can be freed");
             assert!(done.needs_backup.is_empty());
         }
-        for page in &done.pages {
+        for page in &done.pages[left_behind.len()..] {
             let key = if keep && tier == Tier::Device {
                 self.entries.iter().find(|(_, entry)| entry.pages[0] == Some(*page)).unwrap().0.clone()
             } else {
@@ -217,6 +224,61 @@ impl World {
         done
     }
 
+    /// Takes out dropped pages that nothing locks any more, as many as are wanted.
+    fn left_behind(&mut self, wanted: u64) -> Vec<i64> {
+        let ended = self.lingering.iter().filter(|(_, locks)| locks.is_empty()).map(|(page, _)| *page);
+        let pages: Vec<i64> = ended.take(wanted as usize).collect();
+        for page in &pages {
+            self.lingering.remove(page);
+            assert!(self.free[1].insert(*page), "page {page} freed twice");
+        }
+        pages
+    }
+
+    /// The nodes and all below them lose their host page; one under a lock comes back later.
+    fn drop_host(&mut self, which: &[usize]) {
+        let all: Vec<Key> = self.entries.keys().cloned().collect();
+        let chosen: Vec<Key> = which.iter().filter_map(|number| all.get(*number).cloned()).collect();
+        let nodes: Vec<NodeId> = chosen.iter().map(|key| NodeId(self.entries[key].id)).collect();
+        if let Some(gone) = self.gone.last() {
+            let before = self.index.counts().unwrap();
+            let stale = [&nodes[..], &[*gone]].concat();
+            assert_eq!(self.index.drop_host(&stale).unwrap_err().kind, ErrorKind::StaleNode);
+            assert_eq!(self.index.counts().unwrap(), before, "refused as a whole");
+        }
+        let below = |key: &Key| chosen.iter().any(|above| above.0 == key.0 && key.1[..].starts_with(&above.1[..]));
+        let leaving: Vec<Key> =
+            all.into_iter().filter(|key| below(key) && self.entries[key].pages[1].is_some()).collect();
+        let done = self.index.drop_host(&nodes).unwrap();
+        let mut free = BTreeSet::new();
+        for key in &leaving {
+            let locks: Vec<LockId> =
+                self.locks.iter().filter(|(_, keys)| keys.contains(key)).map(|(lock, _)| *lock).collect();
+            let entry = self.entries.get_mut(key).unwrap();
+            let (id, page) = (NodeId(entry.id), entry.pages[1].take().unwrap());
+            if entry.pages[0].is_some() {
+                assert!(done.kept.contains(&id));
+            } else {
+                assert!(done.removed.contains(&id));
+                self.gone.push(id);
+                self.entries.remove(key);
+                self.locks.iter_mut().for_each(|(_, keys)| keys.retain(|held| held != key));
+            }
+            if locks.is_empty() {
+                free.insert(page);
+            } else {
+                self.lingering.insert(page, locks);
+                assert!(!done.pages.contains(&page), "somebody may be reading it");
+                let refused = self.index.insert(&[99, 99], &[page], &namespace(0), Tier::Host).unwrap_err();
+                assert_eq!(refused.kind, ErrorKind::PageAlreadyHeld);
+            }
+        }
+        assert_eq!(done.pages.iter().copied().collect::<BTreeSet<_>>(), free);
+        assert_eq!((done.pages.len(), done.shortfall as usize), (free.len(), leaving.len() - free.len()));
+        assert_eq!(done.removed.len() + done.kept.len(), leaving.len());
+        self.free[1].extend(free);
+    }
+
     /// Says whether the host had room.
     fn back_up(&mut self, nodes: &[NodeId]) -> bool {
         let Some(pages) = self.take(1, nodes.len()) else { return false };
@@ -229,7 +291,9 @@ impl World {
     }
 
     fn evictable(&self, tier: usize) -> u64 {
-        self.entries.iter().filter(|(key, entry)| entry.pages[tier].is_some() && !self.locked(key)).count() as u64
+        let ended = if tier == 1 { self.lingering.values().filter(|locks| locks.is_empty()).count() } else { 0 };
+        let unlocked = self.entries.iter().filter(|(key, entry)| entry.pages[tier].is_some() && !self.locked(key));
+        (unlocked.count() + ended) as u64
     }
 
     fn backup(&mut self, limit: u64, min_uses: u64) {
@@ -283,8 +347,10 @@ impl World {
                 if !self.locks.is_empty() {
                     let (lock, _) = self.locks.remove(which % self.locks.len());
                     self.index.unlock(lock).unwrap();
+                    self.lingering.values_mut().for_each(|locks| locks.retain(|held| *held != lock));
                 }
             }
+            Step::Drop { which } => self.drop_host(which),
             Step::Evict { tier: 0, wanted, keep: true } => {
                 let wanted = (*wanted).min(self.evictable(0));
                 let done = self.evict(Tier::Device, wanted, true);
@@ -306,7 +372,8 @@ impl World {
         for (at, tier) in [counts.device, counts.host].into_iter().enumerate() {
             let pages: Vec<i64> = self.entries.values().filter_map(|entry| entry.pages[at]).collect();
             assert_eq!(pages.len(), pages.iter().collect::<BTreeSet<_>>().len(), "a page is held by two nodes");
-            assert_eq!((tier.held, tier.evictable), (pages.len() as u64, self.evictable(at)));
+            let lingering = if at == 1 { self.lingering.len() } else { 0 };
+            assert_eq!((tier.held, tier.evictable), ((pages.len() + lingering) as u64, self.evictable(at)));
             assert_eq!(tier.outside(), self.free[at].len() as u64, "available + evictable + protected = total");
             for (key, entry) in self.entries.iter().filter(|(_, entry)| entry.pages[at].is_some()) {
                 let parent = World::parent(key).map(|key| &self.entries[&key]);
@@ -344,6 +411,7 @@ proptest! {
             prop_assert_eq!(world.free[at].len() as u64, POOL[at] - 1);
         }
         world.entries.clear();
+        world.lingering.clear();
         world.check();
     }
 

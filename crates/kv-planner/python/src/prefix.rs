@@ -20,7 +20,7 @@ fn nodes(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<NodeId>> {
 /// Which whole pages of which token sequences are held, on the device and on the host. It owns no bytes.
 ///
 /// Every method is atomic, done or refused as a whole, and may be called from any thread. A page that `insert` or `backed_up`
-/// or `loaded` took over is the index's until `evict_device`, `evict_host` or `clear` returns it.
+/// or `loaded` took over is the index's until `evict_device`, `evict_host`, `drop_host` or `clear` returns it.
 ///
 /// Invariants: 1. each tier holds whole prefixes: a page is in a tier only with all pages before it; 2. no page is held by
 /// two nodes; 3. evictable + protected = held, in each tier; 4. namespaces share nothing.
@@ -255,6 +255,25 @@ impl PyPrefixIndex {
     /// Frees host pages in the same order; a node that is on the device stays and counts as not backed up.
     fn evict_host(&self, py: Python<'_>, pages_wanted: &Bound<'_, PyAny>) -> PyResult<PyEviction> {
         self.evict(py, Tier::Host, pages_wanted, false)
+    }
+
+    /// Takes the host copies of nodes and of all below them out of the index, because they are not what was written.
+    ///
+    /// No match finds them from now on, locked or not. Unlocked pages are the caller's at once; pages under a lock, which
+    /// somebody may be reading, come back from the first `evict_host` after those locks have ended. A node that was on the
+    /// host alone is gone; a lock over it stays valid. One that is on the device stays, and counts as not backed up.
+    ///
+    /// Args:
+    ///     nodes: Shape: [nodes]; dtype int64. Those without a host page are passed over.
+    ///
+    /// Returns:
+    ///     The pages that are free now, children first; `shortfall` is the number that a lock keeps.
+    ///
+    /// Raises:
+    ///     StaleNode: A node is gone; nothing was changed.
+    fn drop_host(&self, py: Python<'_>, nodes: &Bound<'_, PyAny>) -> PyResult<PyEviction> {
+        let nodes = self::nodes("nodes", nodes)?;
+        Ok(PyEviction(detached(py, || self.0.drop_host(&nodes))?))
     }
 
     /// Returns nodes on the device without a host copy: parents first, older first.

@@ -168,7 +168,7 @@ pub struct PyEviction(pub Eviction);
 
 #[pymethods]
 impl PyEviction {
-    /// Freed pages, in order of eviction.
+    /// Freed pages, in order of eviction; those that `drop_host` left behind under locks come first, and have no node.
     #[getter]
     fn pages(&self, py: Python<'_>) -> PyResult<Pages> {
         copy(py, &self.0.pages)
@@ -192,7 +192,7 @@ impl PyEviction {
         ids(py, &self.0.needs_backup)
     }
 
-    /// Pages wanted and not freed.
+    /// Pages wanted and not freed; after `drop_host`, pages that a lock keeps.
     #[getter]
     fn shortfall(&self) -> u64 {
         self.0.shortfall

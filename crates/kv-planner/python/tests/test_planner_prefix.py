@@ -267,3 +267,37 @@ def test_threads_share_one_index() -> None:
     for thread in threads:
         thread.join()
     assert len(left) == 4 and index.counts().device.held + sum(left) == 64 * 4
+
+
+def test_a_host_copy_that_is_not_what_was_written_leaves_at_once() -> None:
+    """Behind it nothing is found on the host; what is on the device stays, and is backed up again."""
+    index = filled(host=True)
+    found = index.match(list(range(8)))
+    done = index.drop_host(found.nodes[1:])
+    assert (done.pages.tolist(), done.removed.size, done.kept.tolist()) == ([2], 0, [found.nodes[1]])
+    again = index.match(list(range(8)))
+    assert (again.device_tokens, again.host_tokens) == (8, 4)
+    assert index.pending_backup(9).tolist() == [found.nodes[1]]
+    assert index.drop_host(found.nodes[1:]).pages.size == 0, "it has none any more"
+    index.evict_device(9)
+    done = index.drop_host(found.nodes[:1])
+    assert (sorted(done.pages.tolist()), len(done.removed), index.counts().nodes) == ([1, 3], 2, 0)
+    with pytest.raises(kp.StaleNode):
+        index.drop_host(found.nodes[:1])
+
+
+def test_a_dropped_page_under_a_lock_comes_back_when_the_lock_has_ended() -> None:
+    index = filled(host=True)
+    index.evict_device(9)
+    found, lock = index.match_locked(list(range(8)))
+    done = index.drop_host(found.nodes[:1])
+    assert (done.pages.tolist(), done.shortfall, len(done.removed)) == ([3], 2, 3)
+    assert index.match(list(range(8))).tokens == 0 and index.evict_host(9).pages.size == 0
+    assert (index.counts().host.held, index.counts().host.protected, index.counts().locks) == (2, 2, 1)
+    with pytest.raises(kp.PageAlreadyHeld, match="dropped under a lock"):
+        index.insert_host([7, 7, 7, 7], [1])
+    index.insert([7, 7, 7, 7], [4])  # takes the place of a node that is gone: the old lock is not over it
+    assert index.counts().device.protected == 0
+    index.unlock(lock)
+    assert index.counts().device.evictable == 1 and index.counts().host.evictable == 2
+    assert index.evict_host(1).pages.tolist() == [1] and index.clear()[1].tolist() == [2]

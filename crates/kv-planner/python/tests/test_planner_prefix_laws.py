@@ -46,6 +46,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.entries: dict[Key, Entry] = {}
         self.free = [list(range(1, pages)) for pages in POOLS]
         self.locks: list[tuple[kp.PrefixLock, list[Key]]] = []
+        self.lingering: dict[int, list[kp.PrefixLock]] = {}  # host pages dropped under locks
         self.clock = 0
 
     def locked(self, key: Key) -> bool:
@@ -61,7 +62,8 @@ class PrefixMachine(RuleBasedStateMachine):
         return pages
 
     def evictable(self, tier: int) -> int:
-        return sum(entry.pages[tier] >= 0 and not self.locked(key) for key, entry in self.entries.items())
+        ended = sum(not locks for locks in self.lingering.values()) if tier else 0
+        return ended + sum(entry.pages[tier] >= 0 and not self.locked(key) for key, entry in self.entries.items())
 
     def next_to_leave(self, tier: int) -> Key:
         inner = {parent(key) for key, entry in self.entries.items() if entry.pages[tier] >= 0}
@@ -104,7 +106,7 @@ class PrefixMachine(RuleBasedStateMachine):
         if lock:
             again, held = self.index.match_locked(tokens, namespace=SPACES[space], max_tokens=limit)
             assert again == found and hash(again) == hash(found)
-            self.locks += [(held, known), (self.index.lock(found), known)]
+            self.locks += [(held, [*known]), (self.index.lock(found), [*known])]
             self.clock += 1
         assert found.tokens == len(known) * PAGE and len(found) == len(known)
         for position, key in enumerate(known):
@@ -124,6 +126,8 @@ class PrefixMachine(RuleBasedStateMachine):
     def unlock(self, data: st.DataObject) -> None:
         lock, _ = self.locks.pop(data.draw(st.integers(0, len(self.locks) - 1)))
         self.index.unlock(lock)
+        for locks in self.lingering.values():
+            locks[:] = [held for held in locks if held is not lock]
         try:
             self.index.unlock(lock)
         except kp.LockError as error:
@@ -137,7 +141,12 @@ class PrefixMachine(RuleBasedStateMachine):
         done = self.index.evict_host(wanted) if tier else self.index.evict_device(wanted)
         assert (len(done.pages), done.shortfall, len(done.needs_backup)) == (count, wanted - count, 0)
         removed, kept = [], []
-        for page in done.pages.tolist():
+        ended = [page for page, locks in sorted(self.lingering.items()) if not locks and tier][:wanted]
+        assert done.pages[: len(ended)].tolist() == ended
+        for page in ended:
+            del self.lingering[page]
+        self.free[tier] += ended
+        for page in done.pages[len(ended) :].tolist():
             key = self.next_to_leave(tier)
             entry = self.entries[key]
             assert entry.pages[tier] == page
@@ -148,6 +157,33 @@ class PrefixMachine(RuleBasedStateMachine):
                 kept.append(entry.node)
             self.free[tier].append(page)
         assert (done.removed.tolist(), done.kept.tolist()) == (removed, kept)
+
+    @precondition(lambda self: self.entries)
+    @rule(data=st.data())
+    def drop_host(self, data: st.DataObject) -> None:
+        """Two nodes and all below them lose their host page; what is locked comes back from an eviction later."""
+        chosen = data.draw(st.lists(st.sampled_from(sorted(self.entries)), max_size=2))
+        below = {key for key in self.entries for space, text in chosen if (space, text) == (key[0], key[1][: len(text)])}
+        leaving = [key for key in below if self.entries[key].pages[1] >= 0]
+        done = self.index.drop_host([self.entries[key].node for key in chosen])
+        free, gone, stay = set(), set(), set()
+        held_by = {key: [lock for lock, held in self.locks if key in held] for key in leaving}
+        for key in leaving:
+            entry = self.entries[key]
+            page, entry.pages[1] = entry.pages[1], -1
+            if entry.pages[0] >= 0:
+                stay.add(entry.node)
+            else:
+                gone.add(self.entries.pop(key).node)
+                for _, held in self.locks:
+                    held[:] = [other for other in held if other != key]
+            if held_by[key]:
+                self.lingering[page] = held_by[key]
+            else:
+                free.add(page)
+        assert (set(done.pages.tolist()), set(done.removed.tolist()), set(done.kept.tolist())) == (free, gone, stay)
+        assert done.shortfall == len(leaving) - len(free)
+        self.free[1] += sorted(free)
 
     @rule(wanted=st.integers(0, 5))
     def write_back(self, wanted: int) -> None:
@@ -211,7 +247,8 @@ class PrefixMachine(RuleBasedStateMachine):
         counts = self.index.counts()
         for tier, books in enumerate((counts.device, counts.host)):
             held = [entry.pages[tier] for entry in self.entries.values() if entry.pages[tier] >= 0]
-            assert len(held) == len(set(held)) == books.held == books.evictable + books.protected
+            assert len(held) == len(set(held))
+            assert len(held) + tier * len(self.lingering) == books.held == books.evictable + books.protected
             assert books.evictable == self.evictable(tier)
             assert books.outside == len(self.free[tier]) and books.capacity == POOLS[tier] - 1
         assert (counts.nodes, counts.locks) == (len(self.entries), len(self.locks))

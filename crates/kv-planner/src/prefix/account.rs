@@ -1,7 +1,7 @@
 //! Owns the counts of a tier and the order in which its pages leave. It does not
 //! own the rule of what may leave, which is the node's.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::node::{ABSENT, Age, NONE, Node, Tier};
 use crate::error::{ErrorKind, PlanError, Result};
@@ -69,6 +69,8 @@ pub(super) struct Books {
     owners: Vec<u32>,
     /// Nodes that may leave next.
     pub leaves: BTreeSet<Age>,
+    /// Pages that left their node under locks, and those of the locks that are still held.
+    lingering: BTreeMap<u32, BTreeSet<u64>>,
     evictable: u64,
     protected: u64,
     held: u64,
@@ -89,6 +91,7 @@ impl Books {
                 pages,
                 owners: Vec::new(),
                 leaves: BTreeSet::new(),
+                lingering: BTreeMap::new(),
                 evictable: 0,
                 protected: 0,
                 held: 0,
@@ -98,6 +101,38 @@ impl Books {
 
     pub fn owner(&self, page: u32) -> Option<u32> {
         self.owners.get(page as usize).copied().filter(|slot| *slot != NONE)
+    }
+
+    /// Nodes that have a page here.
+    pub fn holders(&self) -> impl Iterator<Item = u32> + '_ {
+        self.owners.iter().copied().filter(|slot| *slot != NONE)
+    }
+
+    /// Whether the page left its node under a lock and was not given back yet.
+    pub fn lingers(&self, page: u32) -> bool {
+        self.lingering.contains_key(&page)
+    }
+
+    /// Keeps a page without a node until its locks have ended and `leave` gives it back.
+    pub fn linger(&mut self, page: u32, locks: BTreeSet<u64>) {
+        self.lingering.insert(page, locks);
+    }
+
+    /// A lock has ended.
+    pub fn unlocked(&mut self, lock: u64) {
+        self.lingering.values_mut().for_each(|locks| {
+            locks.remove(&lock);
+        });
+    }
+
+    /// Gives back up to `wanted` lingering pages whose locks have ended.
+    pub fn leave(&mut self, wanted: u64) -> Vec<i64> {
+        let ended = self.lingering.iter().filter(|(_, locks)| locks.is_empty()).map(|(page, _)| *page);
+        let pages: Vec<u32> = ended.take(usize::try_from(wanted).unwrap_or(usize::MAX)).collect();
+        pages.iter().for_each(|page| {
+            self.lingering.remove(page);
+        });
+        pages.into_iter().map(i64::from).collect()
     }
 
     pub fn own(&mut self, page: u32, slot: u32) {
@@ -137,7 +172,10 @@ impl Books {
     }
 
     pub fn counts(&self) -> Result<TierCounts> {
-        TierCounts::new(self.pages.saturating_sub(1), self.held, self.evictable, self.protected)
+        let ended = self.lingering.values().filter(|locks| locks.is_empty()).count() as u64;
+        let locked = self.lingering.len() as u64 - ended;
+        let (evictable, protected) = (self.evictable + ended, self.protected + locked);
+        TierCounts::new(self.pages.saturating_sub(1), self.held + ended + locked, evictable, protected)
     }
 
     /// A page of the pool as the index keeps it.

@@ -51,7 +51,7 @@ impl Tree {
             }
             let number = books.usable(&argument, position, *page)?;
             let owner = books.owner(number);
-            if owner.is_some() || !seen.insert(number) {
+            if owner.is_some() || books.lingers(number) || !seen.insert(number) {
                 return Err(held(&argument, position, *page, owner.map(|slot| self.id(slot))));
             }
             arriving.insert(*slot);

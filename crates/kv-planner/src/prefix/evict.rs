@@ -17,7 +17,7 @@ pub struct EvictOptions {
 /// What left a tier. Every freed page is the caller's again.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub struct Eviction {
-    /// Freed pages, in order of eviction.
+    /// Freed pages, in order of eviction; those that `drop_host` left behind come first, and have no node.
     pub pages: Vec<i64>,
     /// Nodes that left the index with their page: no other tier has them.
     pub removed: Vec<NodeId>,
@@ -25,7 +25,7 @@ pub struct Eviction {
     pub kept: Vec<NodeId>,
     /// With `keep_unbacked`: nodes to back up before the rest can leave, parents first.
     pub needs_backup: Vec<NodeId>,
-    /// Pages wanted and not freed.
+    /// Pages wanted and not freed; after `drop_host`, those that a lock keeps.
     pub shortfall: u64,
 }
 
@@ -35,6 +35,7 @@ impl Tree {
         if options.keep_unbacked && tier == Tier::Device {
             self.evict_backed(wanted, &mut done);
         } else {
+            done.pages = self.books[tier as usize].leave(wanted);
             while (done.pages.len() as u64) < wanted {
                 let Some((_, _, slot)) = self.books[tier as usize].leaves.first().copied() else { break };
                 self.evict_leaf(slot, tier, &mut done);

@@ -109,6 +109,15 @@ impl PrefixIndex {
         self.tree().evict(tier, wanted, options)
     }
 
+    /// Takes host copies of nodes, and of all below them, out of the index: they are not what was written.
+    ///
+    /// What the index gives back is not locked. Pages under a lock are found by nobody any more, and
+    /// come back from the first eviction after their locks have ended. A node that was on the host
+    /// alone is gone, and so are the locks over it; they are released as any other.
+    pub fn drop_host(&self, nodes: &[NodeId]) -> Result<Eviction> {
+        self.tree().drop_host(nodes)
+    }
+
     /// Records finished copies into a tier.
     pub fn attach(&self, nodes: &[NodeId], pages: &[i64], tier: Tier) -> Result<()> {
         self.tree().attach(nodes, pages, tier)

@@ -18,6 +18,7 @@ mod tests;
 mod texts;
 mod tree;
 mod walk;
+mod withdraw;
 
 pub use account::{PrefixCounts, TierCounts};
 pub use evict::{EvictOptions, Eviction};

@@ -1,7 +1,7 @@
 //! Owns locks: which nodes are protected, by whom, until when. It does not own
 //! what a lock is for.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 
 use super::node::{NodeId, Tier};
 use super::tree::Tree;
@@ -32,6 +32,16 @@ pub(super) struct Pins {
 impl Pins {
     pub fn len(&self) -> usize {
         self.held.len()
+    }
+
+    /// Numbers of the locks over a node.
+    pub fn over(&self, slot: u32) -> BTreeSet<u64> {
+        self.held.iter().filter(|(_, slots)| slots.contains(&slot)).map(|(number, _)| *number).collect()
+    }
+
+    /// A node has left the index: no lock is over it any more.
+    pub fn forget(&mut self, slot: u32) {
+        self.held.values_mut().for_each(|slots| slots.retain(|held| *held != slot));
     }
 }
 
@@ -92,6 +102,7 @@ impl Tree {
             )
         })?;
         slots.iter().for_each(|slot| self.change(*slot, |node| node.locks -= 1));
+        self.books.iter_mut().for_each(|books| books.unlocked(lock.number));
         Ok(())
     }
 }

@@ -183,7 +183,7 @@ impl Tree {
         for (position, page) in pages.iter().enumerate() {
             let number = books.usable(argument, position, *page)?;
             let owner = books.owner(number);
-            if owner.is_some() && owner != known.get(position).copied() {
+            if books.lingers(number) || owner.is_some() && owner != known.get(position).copied() {
                 return Err(held(argument, position, *page, owner.map(|slot| self.id(slot))));
             }
             usable.push(number);
@@ -200,8 +200,9 @@ impl Tree {
 }
 
 pub(super) fn held(argument: &str, position: usize, page: i64, owner: Option<NodeId>) -> PlanError {
-    let holder =
-        owner.map_or("the same page earlier in the list".to_owned(), |node| format!("held by node {}", node.0));
+    let holder = owner.map_or("the same page earlier in the list, or dropped under a lock".to_owned(), |node| {
+        format!("held by node {}", node.0)
+    });
     PlanError::new(
         ErrorKind::PageAlreadyHeld,
         format!("{argument}[{position}]"),
