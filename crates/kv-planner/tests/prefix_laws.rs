@@ -17,7 +17,8 @@ enum Step {
     Evict { tier: usize, wanted: u64, keep: bool },
     Drop { which: Vec<usize> },
     Backup { limit: u64, min_uses: u64 },
-    Load { space: usize, tokens: Vec<i64> },
+    Load { space: usize, tokens: Vec<i64>, given_up: bool },
+    Unload { which: Vec<usize> },
 }
 
 fn tokens() -> impl Strategy<Value = Vec<i64>> {
@@ -34,7 +35,9 @@ fn step() -> impl Strategy<Value = Step> {
         2 => (0usize..2, 0u64..5, any::<bool>()).prop_map(|(tier, wanted, keep)| Step::Evict { tier, wanted, keep }),
         1 => prop::collection::vec(0usize..9, 0..3).prop_map(|which| Step::Drop { which }),
         2 => (0u64..4, 0u64..3).prop_map(|(limit, min_uses)| Step::Backup { limit, min_uses }),
-        2 => (space, tokens()).prop_map(|(space, tokens)| Step::Load { space, tokens }),
+        2 => (space, tokens(), any::<bool>())
+            .prop_map(|(space, tokens, given_up)| Step::Load { space, tokens, given_up }),
+        1 => prop::collection::vec(0usize..9, 0..4).prop_map(|which| Step::Unload { which }),
     ]
 }
 
@@ -321,7 +324,41 @@ impl World {
         self.back_up(&nodes);
     }
 
-    fn load(&mut self, space: usize, tokens: &[i64]) {
+    /// Nodes lose their device pages, unless one below them that is not named has one.
+    fn unload(&mut self, which: &[usize]) {
+        let all: Vec<Key> = self.entries.keys().cloned().collect();
+        let chosen: Vec<Key> = which.iter().filter_map(|number| all.get(*number).cloned()).collect();
+        let nodes: Vec<NodeId> = chosen.iter().map(|key| NodeId(self.entries[key].id)).collect();
+        let unlike: BTreeSet<&Key> = chosen.iter().collect();
+        let bare = chosen.iter().any(|key| self.entries[key].pages[0].is_none()) || unlike.len() < chosen.len();
+        let built_on = self.entries.iter().any(|(key, entry)| {
+            let above = World::parent(key);
+            entry.pages[0].is_some() && !chosen.contains(key) && above.is_some_and(|above| chosen.contains(&above))
+        });
+        let before = self.index.counts().unwrap();
+        match self.index.unload(&nodes) {
+            Ok(pages) => {
+                assert!(!bare && !built_on);
+                for (key, page) in chosen.iter().zip(pages) {
+                    let entry = self.entries.get_mut(key).unwrap();
+                    assert_eq!(entry.pages[0].take(), Some(page));
+                    assert!(self.free[0].insert(page), "page {page} freed twice");
+                    if entry.pages == [None, None] {
+                        self.gone.push(NodeId(entry.id));
+                        self.entries.remove(key);
+                        self.locks.iter_mut().for_each(|(_, keys)| keys.retain(|held| held != key));
+                    }
+                }
+            }
+            Err(refused) => {
+                assert_eq!(refused.kind, if bare { ErrorKind::TierConflict } else { ErrorKind::TierOrder });
+                assert!(bare || built_on);
+                assert_eq!(self.index.counts().unwrap(), before, "refused as a whole");
+            }
+        }
+    }
+
+    fn load(&mut self, space: usize, tokens: &[i64], given_up: bool) {
         let found = self.find(space, tokens, None, false);
         let lock = self.index.lock_match(&found).unwrap();
         let on_device = found.device_tokens() as usize / PAGE;
@@ -331,6 +368,13 @@ impl World {
             for (node, page) in nodes.iter().zip(pages) {
                 let key = self.key_of(node.0);
                 self.entries.get_mut(&key).unwrap().pages[0] = Some(page);
+            }
+            if given_up {
+                let all: Vec<Key> = self.entries.keys().cloned().collect();
+                let place = |node: &NodeId| all.iter().position(|key| *key == self.key_of(node.0)).unwrap();
+                let which: Vec<usize> = nodes.iter().map(place).collect();
+                self.unload(&which);
+                nodes.iter().for_each(|node| assert_eq!(self.entries[&self.key_of(node.0)].pages[0], None));
             }
         }
         self.index.unlock(lock).unwrap();
@@ -363,7 +407,8 @@ impl World {
                 self.evict(Tier::ALL[*tier], *wanted, *keep);
             }
             Step::Backup { limit, min_uses } => self.backup(*limit, *min_uses),
-            Step::Load { space, tokens } => self.load(*space, tokens),
+            Step::Load { space, tokens, given_up } => self.load(*space, tokens, *given_up),
+            Step::Unload { which } => self.unload(which),
         }
     }
 

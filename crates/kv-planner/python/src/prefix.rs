@@ -20,7 +20,8 @@ fn nodes(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<NodeId>> {
 /// Which whole pages of which token sequences are held, on the device and on the host. It owns no bytes.
 ///
 /// Every method is atomic, done or refused as a whole, and may be called from any thread. A page that `insert` or `backed_up`
-/// or `loaded` took over is the index's until `evict_device`, `evict_host`, `drop_host` or `clear` returns it.
+/// or `loaded` took over is the index's until `evict_device`, `evict_host`, `drop_host`, `unloaded` or `clear`
+/// returns it.
 ///
 /// Invariants: 1. each tier holds whole prefixes: a page is in a tier only with all pages before it; 2. no page is held by
 /// two nodes; 3. evictable + protected = held, in each tier; 4. namespaces share nothing.
@@ -322,6 +323,23 @@ impl PyPrefixIndex {
     ///     PlanError: As `backed_up`, for the device pool.
     fn loaded(&self, py: Python<'_>, nodes: &Bound<'_, PyAny>, device_pages: &Bound<'_, PyAny>) -> PyResult<()> {
         self.attach(py, Tier::Device, nodes, device_pages)
+    }
+
+    /// Takes `loaded` back, because the load was given up: nodes that were on the host alone before are so again.
+    ///
+    /// Args:
+    ///     nodes: Shape: [nodes]; dtype int64; each with a device page that nobody else reads.
+    ///
+    /// Returns:
+    ///     Their device pages, the caller's again at once, locked or not. Shape: [nodes]; dtype int64; read-only.
+    ///
+    /// Raises:
+    ///     TierOrder: A node that is not named has a device page below one that is: somebody has built on the load.
+    ///     TierConflict: A node has no device page, or is named twice.
+    ///     StaleNode: A node is gone.
+    fn unloaded(&self, py: Python<'_>, nodes: &Bound<'_, PyAny>) -> PyResult<Pages> {
+        let nodes = self::nodes("nodes", nodes)?;
+        array(py, detached(py, || self.0.unload(&nodes))?)
     }
 
     /// Returns the tokens from the first page to the node's own, and the namespace, which is what its page hash covers.

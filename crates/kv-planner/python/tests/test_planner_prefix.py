@@ -301,3 +301,24 @@ def test_a_dropped_page_under_a_lock_comes_back_when_the_lock_has_ended() -> Non
     index.unlock(lock)
     assert index.counts().device.evictable == 1 and index.counts().host.evictable == 2
     assert index.evict_host(1).pages.tolist() == [1] and index.clear()[1].tolist() == [2]
+
+
+def test_a_load_that_is_given_up_leaves_the_index_as_it_was() -> None:
+    index = filled(host=True)
+    index.evict_device(9)
+    found, lock = index.match_locked(list(range(8)))
+    index.loaded(found.nodes, [6, 5])
+    with pytest.raises(kp.TierOrder, match="children with device pages"):
+        index.unloaded(found.nodes[:1])
+    with pytest.raises(kp.TierConflict, match="named once"):
+        index.unloaded([found.nodes[1], found.nodes[1]])
+    assert index.unloaded(found.nodes).tolist() == [6, 5], "locked or not"
+    assert index.match(list(range(8))) == found and index.statistics().loaded_pages == 0
+    with pytest.raises(kp.TierConflict):
+        index.unloaded(found.nodes)
+    index.loaded(found.nodes, [6, 5])
+    index.insert([0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8], [6, 5, 4])
+    with pytest.raises(kp.TierOrder):
+        index.unloaded(found.nodes)
+    index.unlock(lock)
+    assert index.counts().device.held == 3

@@ -163,7 +163,9 @@ class PrefixMachine(RuleBasedStateMachine):
     def drop_host(self, data: st.DataObject) -> None:
         """Two nodes and all below them lose their host page; what is locked comes back from an eviction later."""
         chosen = data.draw(st.lists(st.sampled_from(sorted(self.entries)), max_size=2))
-        below = {key for key in self.entries for space, text in chosen if (space, text) == (key[0], key[1][: len(text)])}
+        below = {
+            key for key in self.entries for space, text in chosen if (space, text) == (key[0], key[1][: len(text)])
+        }
         leaving = [key for key in below if self.entries[key].pages[1] >= 0]
         done = self.index.drop_host([self.entries[key].node for key in chosen])
         free, gone, stay = set(), set(), set()
@@ -228,8 +230,8 @@ class PrefixMachine(RuleBasedStateMachine):
             for node, page in zip(begun, pages, strict=True):
                 self.entries[self.key_of(node)].pages[1] = page
 
-    @rule(space=SPACE, tokens=TOKENS)
-    def load(self, space: int, tokens: list[int]) -> None:
+    @rule(space=SPACE, tokens=TOKENS, given_up=st.booleans())
+    def load(self, space: int, tokens: list[int], given_up: bool) -> None:
         found, lock = self.index.match_locked(tokens, namespace=SPACES[space])
         self.clock += 1
         for node in found.nodes.tolist():
@@ -238,8 +240,11 @@ class PrefixMachine(RuleBasedStateMachine):
         pages = self.take(0, len(nodes))
         if pages is not None:
             self.index.loaded(nodes, pages)
+            if given_up:
+                assert self.index.unloaded(nodes[::-1]).tolist() == pages[::-1]
+                self.free[0] += pages
             for node, page in zip(nodes.tolist(), pages, strict=True):
-                self.entries[self.key_of(node)].pages[0] = page
+                self.entries[self.key_of(node)].pages[0] = -1 if given_up else page
         self.index.unlock(lock)
 
     @invariant()

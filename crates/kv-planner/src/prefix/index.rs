@@ -118,6 +118,14 @@ impl PrefixIndex {
         self.tree().drop_host(nodes)
     }
 
+    /// Takes back what `attach` recorded in the device tier, because the copies were given up.
+    ///
+    /// The pages are the caller's at once, locked or not, in the order of the nodes. Refused as a whole
+    /// where a node that is not named has a device page below one that is.
+    pub fn unload(&self, nodes: &[NodeId]) -> Result<Vec<i64>> {
+        self.tree().unload(nodes)
+    }
+
     /// Records finished copies into a tier.
     pub fn attach(&self, nodes: &[NodeId], pages: &[i64], tier: Tier) -> Result<()> {
         self.tree().attach(nodes, pages, tier)
