@@ -163,7 +163,8 @@ class Failing:
 
 def test_failures_leave_nothing_marked(make_cache: Callable[..., Any], text: Text) -> None:
     bench = make_cache()
-    mover = bench.cache._copies._mover = Failing(bench.cache.mover)
+    mover = bench.options["mover"] = Failing(bench.cache.mover)
+    bench.attach(None)
     acquired = bench.cache.acquire(text(1, 13))
     done = bench.run(acquired)
     mover.fail = "backup"

@@ -38,6 +38,7 @@ def test_figures_are_those_of_the_last_look(
     states = ("available", "evictable", "protected", "in_use")
     pages = [value("kv_pool_device_pages", state=state) for state in states]
     assert pages == [2, 6, 0, 0] and value("kv_pool_device_pages", state="total") == 8
+    assert value("kv_pool_pages_under_way", state="queued_writes") == 0
     shown = generate_latest(registry).decode()
     assert '# TYPE kv_pool_finished_total counter\nkv_pool_finished_total{rank="3"} 1.0' in shown
     without = CollectorRegistry()

@@ -6,6 +6,7 @@ kv_planner alone.
 
 from __future__ import annotations
 
+from kv_pool.hicache._inflight import CopyLimits, UnderWay
 from kv_pool.hicache._parts import WritePolicy
 from kv_pool.hicache.accounting import Accounting, CacheCounters
 from kv_pool.hicache.acquired import Acquired, Namespace
@@ -21,6 +22,7 @@ from kv_pool.hicache.storage import (
     PageStorage,
     Prefetch,
     RegistersMemory,
+    Removes,
     StorageCounters,
     StorageIdentity,
     StorageTier,
@@ -38,6 +40,7 @@ __all__ = [
     "CacheMetrics",
     "Canary",
     "Closes",
+    "CopyLimits",
     "FileStorage",
     "HiCacheController",
     "HitAgreement",
@@ -55,10 +58,12 @@ __all__ = [
     "PageStorage",
     "Prefetch",
     "RegistersMemory",
+    "Removes",
     "StorageCounters",
     "StorageIdentity",
     "StorageTier",
     "Streams",
+    "UnderWay",
     "WritePolicy",
     "create_mover",
     "create_storage",

@@ -1,50 +1,149 @@
-"""Owns the records of copies that are under way. It does not start or end them (see `_copies`)."""
+"""Owns the records of copies that wait or are under way, and how many may be. It does not start or end them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from kv_pool.errors import HostPoolError
 
+if TYPE_CHECKING:
     from kv_planner import PrefixLock
 
     from kv_pool.hicache.streams import Mark
     from kv_pool.tables import IntArray
 
-__all__ = ["Backup", "Load"]
+__all__ = ["Backup", "BackupBatch", "CopyLimits", "Load", "LoadBatch", "UnderWay"]
 
 
 @dataclass(frozen=True)
+class CopyLimits:
+    """How much is given to the mover at a time; the rest waits in a queue, under its locks, and is merged.
+
+    Attributes:
+        batch_pages: Pages of one submission. One submission to the host is under way at a time, so no more pages than
+            that are. A load is never cut, but others are merged with it up to this number.
+        layers_ahead: Layers of a load that are submitted beyond the one that compute waits for. What is not submitted
+            can be cancelled. A mover that moves all layers at once has no such steps.
+
+    Raises:
+        HostPoolError: A number below 1.
+    """
+
+    batch_pages: int = 1024
+    layers_ahead: int = 8
+
+    def __post_init__(self) -> None:
+        for name, value in (("batch_pages", self.batch_pages), ("layers_ahead", self.layers_ahead)):
+            if value < 1:
+                raise HostPoolError(
+                    f"limits.{name}",
+                    given=value,
+                    expected="at least 1",
+                    consequence="nothing would ever be copied",
+                    remedy="give the number that the link is busy with while the next one is prepared",
+                )
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """Pages between the levels at this moment.
+
+    Attributes:
+        queued_backups: Pages that wait to be copied to the host.
+        backups: Pages that are being copied to the host.
+        queued_loads: Pages that wait to be copied to the device.
+        loads: Pages that are being copied to the device, or some layers of them.
+        queued_writes: Host pages that wait to be written to the third level.
+        writes: Host pages that the third level is writing.
+        reads: Host pages that are being read from it.
+    """
+
+    queued_backups: int = 0
+    backups: int = 0
+    queued_loads: int = 0
+    loads: int = 0
+    queued_writes: int = 0
+    writes: int = 0
+    reads: int = 0
+
+
+@dataclass(frozen=True, eq=False)
 class Backup:
-    """Device pages on their way to the host.
+    """Device pages that are to be copied to the host, or are on their way.
 
     Attributes:
         nodes: Index nodes, parents first.
+        device_pages: Where they lie.
         host_pages: Where they go; nobody else's until they are acknowledged.
-        lock: Keeps the device pages.
-        mark: End of the copies.
+        lock: Keeps the device pages; `None` for all parts but the last of a backup that was cut.
+        after: End of the compute that fills them.
+    """
+
+    nodes: IntArray
+    device_pages: IntArray
+    host_pages: IntArray
+    lock: PrefixLock | None
+    after: Mark
+
+    def cut(self, count: int) -> tuple[Backup, Backup]:
+        """The first pages, and the rest, which keeps the lock."""
+        first, rest = (
+            (self.nodes[part], self.device_pages[part], self.host_pages[part])
+            for part in (slice(count), slice(count, None))
+        )
+        return Backup(*first, None, self.after), Backup(*rest, self.lock, self.after)
+
+
+@dataclass(frozen=True)
+class BackupBatch:
+    """Backups that were submitted together, and the end of their copies."""
+
+    parts: list[Backup]
+    mark: Mark
+
+
+@dataclass(eq=False)
+class Load:
+    """Host pages that are to be copied to the device, or are on their way.
+
+    Attributes:
+        nodes: Index nodes that got their device page by it.
+        host_pages: Where they lie.
+        device_pages: Where they go; the load is one of their holders.
+        lock: Keeps the host pages.
+        after: End of the compute that may still use what is overwritten.
+        batch: What it was submitted with; `None` while it waits.
     """
 
     nodes: IntArray
     host_pages: IntArray
-    lock: PrefixLock
-    mark: Mark
-
-
-@dataclass(frozen=True)
-class Load:
-    """Host pages on their way to the device.
-
-    Attributes:
-        device_pages: Where they go; the load is one of their holders.
-        lock: Keeps the host pages.
-        layers: Mark of each layer's arrival, by global layer id.
-        mark: End of the copies.
-    """
-
     device_pages: IntArray
     lock: PrefixLock
-    layers: Mapping[int, Mark]
+    after: Mark
+    batch: LoadBatch | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the mover or the device has said that its bytes did not come."""
+        return self.batch is not None and self.batch.failure is not None
+
+
+@dataclass(eq=False)
+class LoadBatch:
+    """Loads that are submitted together, layer by layer.
+
+    Attributes:
+        parts: The loads; without those that were cancelled meanwhile.
+        left: Steps that were not submitted: layer ids, or `None` for all layers at once.
+        layers: Mark of each submitted layer's arrival, by global layer id.
+        mark: End of what was submitted.
+        failure: What the mover or the device raised; nothing of it counts.
+    """
+
+    parts: list[Load]
+    left: deque[int | None]
     mark: Mark
+    layers: dict[int, Mark] = field(default_factory=dict)
+    failure: BaseException | None = None

@@ -24,6 +24,11 @@ class CacheCounters:
         unbacked_pages: Pages that should have got a host copy and found no room.
         evicted_device_pages: Pages that left the device.
         evicted_host_pages: Pages that left the host.
+        load_batches: Submissions of loads to the mover; several loads may share one.
+        backup_batches: Submissions of backups to the mover.
+        cancelled_load_pages: Pages of loads that were stopped before all their layers were submitted.
+        cancelled_backup_pages: Pages whose backup was given up while it waited.
+        refused_host_pages: Host pages that left because the canary refused them or one before them.
     """
 
     finished: int = 0
@@ -36,6 +41,11 @@ class CacheCounters:
     unbacked_pages: int = 0
     evicted_device_pages: int = 0
     evicted_host_pages: int = 0
+    load_batches: int = 0
+    backup_batches: int = 0
+    cancelled_load_pages: int = 0
+    cancelled_backup_pages: int = 0
+    refused_host_pages: int = 0
 
     @property
     def hit_tokens(self) -> int:

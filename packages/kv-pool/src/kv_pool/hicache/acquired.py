@@ -121,6 +121,16 @@ class Acquired:
                 "call it once, in the handle's order",
             )
 
+    def _expect_whole(self) -> None:
+        if any(load.failed for load in self._pending):
+            raise CacheError(
+                "finish(acquired)",
+                given="a handle of which a load has failed",
+                expected="one whose pages hold what was computed",
+                consequence="others would find pages that nobody filled",
+                remedy="abort it, and serve the prompt again",
+            )
+
     def _refuse(self, call: str, expected: str, consequence: str, remedy: str) -> CacheError:
         return CacheError(
             f"{call}(acquired)",

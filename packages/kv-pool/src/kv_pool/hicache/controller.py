@@ -7,13 +7,17 @@ scheduler owns a pool. It does not compute attention, nor talk to other ranks: t
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from kv_planner import StaleNode, TierOrder
 
-from kv_pool.errors import CacheError, HitError
+from kv_pool.errors import CacheError, CanaryMismatch, HitError
 from kv_pool.hicache._copies import Copies
 from kv_pool.hicache._device import DevicePages
+from kv_pool.hicache._inflight import CopyLimits, Load, UnderWay
 from kv_pool.hicache._parts import WritePolicy, bad_tokens, check_parts, no_storage
 from kv_pool.hicache.accounting import Accounting, CacheCounters
 from kv_pool.hicache.acquired import Acquired, Namespace
@@ -57,6 +61,7 @@ class HiCacheController:
         poison: Whether freed device pages are overwritten, so that a stale read shows.
         storage: The third level, over the same host pool and index; `None` for two levels.
         canary: Checksums that are taken of every backed-up token and asked at every load; `None` for none.
+        limits: How much is copied at a time; `None` for the defaults of `CopyLimits`.
 
     Raises:
         HostPoolError: Pools, allocator and index do not belong together, or the policy does not exist.
@@ -76,6 +81,7 @@ class HiCacheController:
         poison: bool = True,
         storage: StorageTier | None = None,
         canary: Canary | None = None,
+        limits: CopyLimits | None = None,
     ) -> None:
         check_parts(pool, allocator, host, index, policy, storage, canary)
         self._page_size = pool.page_size
@@ -87,7 +93,10 @@ class HiCacheController:
         self._device = DevicePages(allocator, host, poison=poison)
         self._storage = storage
         backed_up = storage.back_up if storage is not None else None
-        self._copies = Copies(self._device, host, index, self._mover, self._streams, backed_up=backed_up, canary=canary)
+        self._copies = Copies(
+            self._device, host, index, self._mover, self._streams,
+            failed=self._unload, limits=limits, backed_up=backed_up, canary=canary,
+        )  # fmt: skip
         self._device_page: dict[int, int] = {}
         self._open: dict[int, Acquired] = {}
         self._count = dict.fromkeys(CacheCounters.__dataclass_fields__, 0)
@@ -110,8 +119,15 @@ class HiCacheController:
     @property
     def counters(self) -> CacheCounters:
         """What the cache has done so far."""
-        counted = self._count | {"loaded_pages": self._copies.loaded, "backed_up_pages": self._copies.backed_up}
-        return CacheCounters(**counted)
+        copied = self._copies.counts
+        unbacked = self._count["unbacked_pages"] + copied["unbacked_pages"]
+        return CacheCounters(**self._count | copied | {"unbacked_pages": unbacked})
+
+    @property
+    def under_way(self) -> UnderWay:
+        """Pages that wait or travel between the levels at this moment."""
+        between = self._copies.under_way
+        return between if self._storage is None else replace(between, **self._storage.under_way)
 
     @property
     def pending(self) -> bool:
@@ -234,16 +250,23 @@ class HiCacheController:
 
         Raises:
             CacheError: The handle was loaded or has ended.
-            CanaryMismatch: Page `position` of the host's part is not what was backed up; `limit` to those before it.
+            CanaryMismatch: Page `position` of the host's part is not what was backed up; `limit` to those before it. It
+                and all behind it have left the host, and it the third level, so that nobody else finds them.
             Exception: What the mover or device raised; then nothing counts as loaded, and the handle can be aborted.
         """
         acquired._expect("load", "acquired")
         start, stop = acquired._device_hit, acquired._hit
         if start < stop:
             nodes, pages = acquired._nodes[start:stop], acquired._pages[start:stop].copy()
-            load = self._copies.start_load(acquired._host_pages[start:stop], pages, self._index.lock(nodes))
-            acquired._pending.append(load)
             absent = np.array([node not in self._device_page for node in nodes.tolist()])
+            try:
+                load = self._copies.start_load(
+                    nodes[absent], acquired._host_pages[start:stop], pages, lambda: self._index.lock(nodes)
+                )
+            except CanaryMismatch as error:
+                self._forget(acquired, start + error.position)
+                raise
+            acquired._pending.append(load)
             self._index.loaded(nodes[absent], pages[absent])
             self._device_page.update(zip(nodes[absent].tolist(), pages[absent].tolist(), strict=True))
             acquired._owned[start:stop][absent] = False
@@ -257,12 +280,13 @@ class HiCacheController:
             tokens: The prompt, or its beginning, or the prompt and what followed it. Shape: [tokens].
 
         Raises:
-            CacheError: Host pages were found and never loaded; the handle has ended; the tokens are not those of the
-                prompt, or need more pages than the handle has. Nothing is changed.
+            CacheError: Host pages were found and never loaded, or their load has failed; the handle has ended; the
+                tokens are not those of the prompt, or need more pages than the handle has. Nothing is changed.
             Exception: What a mover or device raised when the backup was started; the pages are in the index and the
                 handle has ended, without a host copy.
         """
         acquired._expect("finish", *(("loaded",) if acquired.host_hit_tokens else ("acquired", "loaded")))
+        acquired._expect_whole()
         done = as_index_array("tokens", tokens, CacheError)
         common = min(done.size, acquired.tokens.size)
         if not np.array_equal(done[:common], acquired.tokens[:common]) or done.size < acquired.hit_tokens:
@@ -290,16 +314,26 @@ class HiCacheController:
         self.poll()
 
     def abort(self, acquired: Acquired) -> None:
-        """Give a request's pages back; what it found stays in the index, a load under way is left to end.
+        """Give a request's pages back; what it found stays in the index.
+
+        A load that nobody else waits for is stopped: layers that were not submitted are not moved, its pages are free
+        when the others have ended, and none of it counts. One that is wholly submitted is left to end.
 
         Raises:
             CacheError: The handle has ended.
         """
         acquired._expect("abort", "acquired", "loaded")
         self._end(acquired, "aborted")
+        for load in acquired._pending:
+            if not any(load in other._pending for other in self._open.values()):
+                self._copies.cancel(load, lambda: self._unload(load))  # noqa: B023
         self._index.unlock(acquired.lock)
         self._device.release(acquired._pages[acquired._owned])
         self.poll()
+
+    def cancel_backups(self) -> int:
+        """Give up the backups that wait for others to end; returns their pages, which may be backed up later."""
+        return self._copies.cancel_backups()
 
     def prefetch(self, tokens: IndexLike, namespace: Namespace = None) -> Prefetch:
         """Start to bring what the third level has of a prompt to the host; see `StorageTier.prefetch`.
@@ -333,6 +367,30 @@ class HiCacheController:
         acquired.state = state
         del self._open[id(acquired)]
         self._count[state] += 1
+
+    def _forget(self, acquired: Acquired, place: int) -> None:
+        """A host page is not what was backed up: it and all behind it leave the host, it alone the third level."""
+        with suppress(StaleNode):  # it has left already, and another request found it before
+            gone = self._index.drop_host(acquired._nodes[place : place + 1])
+            self._host.allocator.release(gone.pages)
+            self._count["refused_host_pages"] += int(gone.pages.size) + gone.shortfall
+        if self._storage is not None:
+            self._storage.forget(acquired.tokens[: (place + 1) * self._page_size], acquired.namespace)
+
+    def _unload(self, load: Load) -> bool:
+        """Take the pages of a load that failed or is stopped out of the index, unless somebody has built on them."""
+        try:
+            pages = self._index.unloaded(load.nodes)
+        except TierOrder:
+            return False
+        for node in load.nodes.tolist():
+            del self._device_page[node]
+        for acquired in self._open.values():  # who has them keeps them until he ends
+            mine = np.isin(acquired._pages, pages) & ~acquired._owned
+            self._device.retain(acquired._pages[mine])
+            acquired._owned[mine] = True
+        self._device.release(pages)
+        return True
 
     def _take(self, count: int) -> IntArray:
         self._make_room(count)

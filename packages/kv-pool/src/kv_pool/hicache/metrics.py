@@ -25,7 +25,8 @@ class CacheMetrics:
 
     Counters are named `kv_pool_<what>_total` after the fields of `CacheCounters` and `kv_pool_storage_<what>_total`
     after those of `StorageCounters`; the gauge `kv_pool_device_pages` has a label `state` with the fields of
-    `Accounting`, `kv_pool_host_pages` one with `available` and `held`.
+    `Accounting`, `kv_pool_host_pages` one with `available` and `held`, `kv_pool_pages_under_way` one with the fields of
+    `UnderWay`.
 
     Args:
         cache: The cache.
@@ -77,6 +78,7 @@ class CacheMetrics:
         gauges = {
             "kv_pool_device_pages": asdict(self._cache.accounting()),
             "kv_pool_host_pages": {"available": host.available, "held": host.held},
+            "kv_pool_pages_under_way": asdict(self._cache.under_way),
         }
         self._seen = (counters, gauges)  # one assignment: a scrape sees the old or the new figures
 

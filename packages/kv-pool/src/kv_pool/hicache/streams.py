@@ -7,13 +7,14 @@ It does not own what is issued to a lane.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Literal, Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
 
-__all__ = ["ImmediateStreams", "Lane", "Mark", "Streams", "create_streams"]
+__all__ = ["ImmediateStreams", "Lane", "Mark", "Streams", "create_streams", "issue"]
 
 Lane: TypeAlias = Literal["compute", "load", "backup"]
 
@@ -47,6 +48,23 @@ class Streams(Protocol):
 
     def on(self, lane: Lane) -> AbstractContextManager[object]:
         """A context in which work is issued to a lane."""
+
+
+def issue(streams: Streams, lane: Lane, after: Sequence[Mark], work: Callable[[], None]) -> Mark:
+    """Do work on a lane behind marks; returns the mark of its end.
+
+    Raises:
+        Exception: What the work or the device raised; nothing of it is under way any more.
+    """
+    for mark in after:
+        streams.wait(lane, mark)
+    with streams.on(lane):
+        try:
+            work()
+        except BaseException:
+            streams.mark(lane).wait_on_host()
+            raise
+    return streams.mark(lane)
 
 
 class _Reached:

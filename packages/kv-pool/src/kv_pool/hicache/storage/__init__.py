@@ -14,7 +14,7 @@ from typing import Any, cast
 from kv_pool.errors import StorageError
 from kv_pool.hicache.storage.files import FileStorage
 from kv_pool.hicache.storage.identity import StorageIdentity, page_keys
-from kv_pool.hicache.storage.protocols import Closes, PageStorage, RegistersMemory
+from kv_pool.hicache.storage.protocols import Closes, PageStorage, RegistersMemory, Removes
 from kv_pool.hicache.storage.tier import Prefetch, StorageCounters, StorageTier
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "PageStorage",
     "Prefetch",
     "RegistersMemory",
+    "Removes",
     "StorageCounters",
     "StorageIdentity",
     "StorageTier",

@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Closes", "PageStorage", "Pieces", "RegistersMemory"]
+__all__ = ["Closes", "PageStorage", "Pieces", "RegistersMemory", "Removes"]
 
 Pieces: TypeAlias = Sequence[npt.NDArray[np.uint8]]
 """Arrays of bytes, contiguous, in the order in which a store keeps them."""
@@ -65,3 +65,15 @@ class Closes(Protocol):
 
     def close(self) -> None:
         """Give it back; a second call does nothing."""
+
+
+@runtime_checkable
+class Removes(Protocol):
+    """A store that can remove pages. From one that cannot, a page that was refused is not asked for again."""
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Remove pages; keys that are not there are passed over.
+
+        Raises:
+            StorageError: A page could not be removed.
+        """

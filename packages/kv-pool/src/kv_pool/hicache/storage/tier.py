@@ -7,7 +7,7 @@ pages get a host copy (see `controller`).
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -21,7 +21,7 @@ import torch
 from kv_pool.errors import HostPoolError, StorageDamaged, StorageError
 from kv_pool.hicache.ranks import owner_rank
 from kv_pool.hicache.storage.identity import StorageIdentity, page_keys
-from kv_pool.hicache.storage.protocols import PageStorage, RegistersMemory
+from kv_pool.hicache.storage.protocols import PageStorage, RegistersMemory, Removes
 from kv_pool.tables import IndexLike, IntArray, as_index_array
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Prefetch", "StorageCounters", "StorageTier", "take_host_pages"]
 
+_MOST_FORGOTTEN = 65536  # keys; the oldest is asked for again when there are more
 PrefetchState: TypeAlias = Literal["below_threshold", "reading", "done", "cancelled"]
 
 
@@ -46,7 +47,8 @@ class StorageCounters:
         unwritten_pages: Pages for which it had no room, or which failed.
         read_pages: Pages that came back whole.
         wasted_pages: Of these, pages that were on the host meanwhile, or whose prefix had left.
-        damaged_pages: Pages that were refused.
+        damaged_pages: Pages that were refused, by the store or by the canary.
+        forgotten_pages: Of these, pages that are not asked for again, because the store could not remove them.
         failures: Calls that the store ended with another error.
     """
 
@@ -55,6 +57,7 @@ class StorageCounters:
     read_pages: int = 0
     wasted_pages: int = 0
     damaged_pages: int = 0
+    forgotten_pages: int = 0
     failures: int = 0
 
 
@@ -85,13 +88,24 @@ class Prefetch:
 @dataclass(frozen=True)
 class _Read:
     pages: int
-    damaged: int = 0
+    damaged: str | None = None
     failed: int = 0
 
 
 @dataclass(frozen=True)
 class _Write:
+    """Pages of one text that wait to be written."""
+
+    keys: list[str]
+    host_pages: IntArray
     lock: PrefixLock
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """Pages that the store is writing, and their locks."""
+
+    locks: list[PrefixLock]
     pages: int
     work: Future[int]
 
@@ -116,7 +130,8 @@ class StorageTier:
         index: The index of the cache.
         storage: The store.
         threshold: Fewer missing tokens than this are not asked for.
-        batch: Pages of one call to the store.
+        batch: Pages of one call to the store; what waits to be written is merged up to this number.
+        write_limit: Pages that the store writes at a time, at least `batch`. The rest waits, under its locks.
         threads: Threads that read and write; 0 for none, then `back_up` and `prefetch` do the work themselves.
         share: This rank and the number of ranks that hold the same pages (replicated heads): each page is written by
             one of them, see `owner_rank`. (0, 1) for pages that no other rank holds.
@@ -136,6 +151,7 @@ class StorageTier:
         *,
         threshold: int = 256,
         batch: int = 128,
+        write_limit: int = 1024,
         threads: int = 2,
         share: tuple[int, int] = (0, 1),
         salt: str = "",
@@ -144,6 +160,7 @@ class StorageTier:
         rules: list[tuple[str, object, object]] = [
             ("host.layout", host.layout, "page_first_direct"),
             ("threshold, batch, threads", min(threshold, batch, threads + 1) >= 1, True),
+            ("write_limit", write_limit >= batch, True),
             ("share", 0 <= share[0] < share[1], True),
         ]
         for argument, given, expected in rules:
@@ -160,6 +177,7 @@ class StorageTier:
         self._storage = storage
         self._threshold = threshold
         self._batch = batch
+        self._write_limit = write_limit
         self._rank, self._ranks = share
         self._digest = StorageIdentity.of(host, salt=salt, canary=canary is not None).digest
         self._threads: Executor = ThreadPoolExecutor(threads, "kv-pool-storage") if threads else _Inline()
@@ -169,8 +187,11 @@ class StorageTier:
             self._bytes.append(canary.rows)
         if isinstance(storage, RegistersMemory):
             storage.register([rows.reshape(-1) for rows in self._bytes])
-        self._writes: deque[_Write] = deque()
+        self._queue: deque[_Write] = deque()
+        self._writes: deque[_Writing] = deque()
         self._reads: list[Prefetch] = []
+        self._removals: deque[tuple[str, Future[None]]] = deque()
+        self._forgotten: OrderedDict[str, None] = OrderedDict()
         self._counters = StorageCounters()
 
     @property
@@ -195,8 +216,17 @@ class StorageTier:
 
     @property
     def pending(self) -> bool:
-        """Whether anything is under way."""
-        return bool(self._writes or self._reads)
+        """Whether anything waits or is under way."""
+        return bool(self._queue or self._writes or self._reads or self._removals)
+
+    @property
+    def under_way(self) -> dict[str, int]:
+        """Host pages that wait or travel at this moment, by the names of `UnderWay`."""
+        return {
+            "queued_writes": sum(len(write.keys) for write in self._queue),
+            "writes": sum(write.pages for write in self._writes),
+            "reads": self.held_host_pages,
+        }
 
     @property
     def held_host_pages(self) -> int:
@@ -219,8 +249,22 @@ class StorageTier:
             places = np.flatnonzero(here & mine[: here.size])
             for start in range(0, len(places), self._batch):
                 chosen = places[start : start + self._batch]
-                self._write([keys[place] for place in chosen], found.host_pages[chosen], found.nodes[chosen])
+                lock = self._index.lock(found.nodes[chosen])
+                self._queue.append(_Write([keys[place] for place in chosen], found.host_pages[chosen], lock))
             left = left[~np.isin(left, [*found.nodes[here].tolist(), int(left[-1])])]
+        self._submit_writes()
+
+    def forget(self, tokens: IndexLike, namespace: Namespace = None) -> None:
+        """Remove the last page of a text from the store, because it is not what was written; does not wait.
+
+        Where the store cannot remove it, it is not asked for any more, as long as this process lives.
+
+        Args:
+            tokens: The text up to the end of that page. Shape: [tokens].
+            namespace: As for `HiCacheController.acquire`.
+        """
+        self._counters = replace(self._counters, damaged_pages=self._counters.damaged_pages + 1)
+        self._remove(page_keys(self._digest, tokens, self._host.page_size, namespace)[-1])
 
     def prefetch(self, tokens: IndexLike, namespace: Namespace = None) -> Prefetch:
         """Start to bring what the store has of a text into the host; does not wait.
@@ -233,10 +277,10 @@ class StorageTier:
             The handle; after its end was seen by `poll`, `acquire` finds the pages on the host.
         """
         text = as_index_array("tokens", tokens).copy()
-        whole = text.size // self._host.page_size
+        whole = self._askable(text, namespace)
         found, lock = self._index.match_locked(text, namespace=namespace)
         on_host = np.zeros(whole, dtype=np.bool_)
-        on_host[: len(found.host_pages)] = found.host_pages > 0
+        on_host[: len(found.host_pages)] = found.host_pages[:whole] > 0
         known = int(found.tokens) // self._host.page_size
         prefetch = Prefetch(text, namespace, "reading")
         wanted = np.flatnonzero(~on_host)
@@ -256,35 +300,78 @@ class StorageTier:
         self._reads.append(prefetch)
         return prefetch
 
+    def _askable(self, text: IntArray, namespace: Namespace) -> int:
+        """Whole pages of a text, up to the first one that the store is not asked for any more."""
+        whole = text.size // self._host.page_size
+        if not self._forgotten:
+            return whole
+        keys = page_keys(self._digest, text, self._host.page_size, namespace)
+        return next((place for place, key in enumerate(keys) if key in self._forgotten), whole)
+
     def poll(self) -> None:
-        """Take over what has ended; never blocks."""
+        """Take over what has ended, and submit what waits for that; never blocks."""
+        while self._removals and self._removals[0][1].done():
+            self._count_removal(*self._removals.popleft())
         while self._writes and self._writes[0].work.done():
             write = self._writes.popleft()
-            self._index.unlock(write.lock)
+            for lock in write.locks:
+                self._index.unlock(lock)
             self._count_write(write)
+        self._submit_writes()
         for prefetch in [prefetch for prefetch in self._reads if prefetch._work is not None and prefetch._work.done()]:
             self._reads.remove(prefetch)
             self._take_over(prefetch)
 
     def drain(self, *, reads: bool = True) -> None:
-        """Wait for everything that is under way (for writes alone without `reads`), and take it over."""
-        wait_for([write.work for write in self._writes])
+        """Wait for everything that waits or is under way (for writes alone without `reads`), and take it over."""
         if reads:
             wait_for([prefetch._work for prefetch in self._reads if prefetch._work is not None])
-        self.poll()
+            self.poll()
+        while self._queue or self._writes or self._removals:
+            wait_for([write.work for write in self._writes])
+            wait_for([work for _, work in self._removals])
+            self.poll()
 
     def _pieces(self, page: int) -> Pieces:
         return [rows[page] for rows in self._bytes]
 
-    def _write(self, keys: Sequence[str], host_pages: IntArray, nodes: IntArray) -> None:
-        lock = self._index.lock(nodes)
-        try:
-            pages = [self._pieces(page) for page in host_pages.tolist()]
+    def _submit_writes(self) -> None:
+        """Give the store as much of what waits as the limit allows, whole batches of several texts."""
+        room = self._write_limit - sum(write.pages for write in self._writes)
+        leaving = {key for key, _ in self._removals}  # what is written again must not be removed after that
+        while self._queue and len(self._queue[0].keys) <= room and leaving.isdisjoint(self._queue[0].keys):
+            merged = [self._queue.popleft()]
+            count = len(merged[0].keys)
+            while self._queue and count + len(self._queue[0].keys) <= min(room, self._batch):
+                if not leaving.isdisjoint(self._queue[0].keys):
+                    break
+                merged.append(self._queue.popleft())
+                count += len(merged[-1].keys)
+            keys = [key for write in merged for key in write.keys]
+            pages = [self._pieces(page) for write in merged for page in write.host_pages.tolist()]
             work = self._threads.submit(self._storage.write, keys, pages)
-        except BaseException:
-            self._index.unlock(lock)
-            raise
-        self._writes.append(_Write(lock, len(keys), work))
+            self._writes.append(_Writing([write.lock for write in merged], count, work))
+            room -= count
+
+    def _remove(self, key: str) -> None:
+        """A page that was refused is not found again."""
+        if isinstance(self._storage, Removes):
+            self._removals.append((key, self._threads.submit(self._storage.remove, [key])))
+        else:
+            self._ignore(key)
+
+    def _ignore(self, key: str) -> None:
+        self._forgotten[key] = None
+        self._counters = replace(self._counters, forgotten_pages=self._counters.forgotten_pages + 1)
+        if len(self._forgotten) > _MOST_FORGOTTEN:
+            self._forgotten.popitem(last=False)
+
+    def _count_removal(self, key: str, work: Future[None]) -> None:
+        try:
+            work.result()
+        except StorageError:
+            self._counters = replace(self._counters, failures=self._counters.failures + 1)
+            self._ignore(key)
 
     def _read(self, prefetch: Prefetch, keys: Sequence[str], host_pages: IntArray) -> _Read:
         done = 0
@@ -294,7 +381,7 @@ class StorageTier:
             try:
                 got = self._storage.read(keys[batch], pages)
             except StorageDamaged as error:
-                return _Read(done + error.pages_read, damaged=1)
+                return _Read(done + error.pages_read, damaged=keys[done + error.pages_read])
             except StorageError:
                 return _Read(done, failed=1)
             done += got
@@ -302,7 +389,7 @@ class StorageTier:
                 break
         return _Read(done)
 
-    def _count_write(self, write: _Write) -> None:
+    def _count_write(self, write: _Writing) -> None:
         try:
             kept = write.work.result()
             failed = 0
@@ -339,13 +426,15 @@ class StorageTier:
             self._index.unlock(prefetch._lock)
             self._host.allocator.release(np.setdiff1d(mine, taken))
             prefetch.pages = int(taken.size)
+            if read.damaged is not None:
+                self._remove(read.damaged)
             prefetch.state = "cancelled" if prefetch._stop.is_set() else "done"
             counters = self._counters
             self._counters = replace(
                 counters,
                 read_pages=counters.read_pages + read.pages,
                 wasted_pages=counters.wasted_pages + read.pages - int(taken.size),
-                damaged_pages=counters.damaged_pages + read.damaged,
+                damaged_pages=counters.damaged_pages + int(read.damaged is not None),
                 failures=counters.failures + read.failed,
             )
 
