@@ -1,7 +1,8 @@
 """Records SGLang's answers as the golden files that the tests of planner and pools read, or checks that they are true.
 
-It needs SGLang 0.5.23 and the torch release that its compiled tree was built for, but neither an NPU nor torch_npu:
-`nox -s golden` makes that environment. Absent packages stand in while SGLang is imported and raise when they are used.
+Beside them the calls of memfabric_hybrid's wheel. It needs SGLang 0.5.23, the torch release that its compiled tree
+was built for, and that wheel, but neither an NPU nor torch_npu: `nox -s golden` makes that environment. Absent
+packages stand in while SGLang is imported and raise when they are used.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "crates/kv-planner/python/tests/golden"
 POOLS = ROOT / "packages/kv-pool/tests/golden"
+TRANSFER = ROOT / "packages/kv-transfer/tests/golden"
 NAMES = (
-    "compressed", "contexts", "hashes", "heads", "pairing", "pools", "prefixes", "runs", "slicing", "states", "steps",
+    "compressed", "contexts", "hashes", "heads", "memfabric", "pairing", "pools", "prefixes", "runs", "slicing",
+    "states", "steps",
 )  # fmt: skip
 ENGINE = "SGLang 0.5.23"
 
@@ -26,11 +29,11 @@ __all__ = ["NAMES", "dump", "place", "record"]
 
 def place(name: str) -> Path:
     """The file that holds an answer."""
-    return (POOLS if name == "pools" else GOLDEN) / f"{name}.json"
+    return {"pools": POOLS, "memfabric": TRANSFER}.get(name, GOLDEN) / f"{name}.json"
 
 
 def record(name: str) -> dict[str, Any]:
-    """Ask SGLang; its packages must be importable already."""
+    """Ask SGLang, or the library that an answer names; their packages must be importable already."""
     found: dict[str, Any] = importlib.import_module(f"golden.{name}").record()
     return {"engine": ENGINE, **found}
 
@@ -66,7 +69,7 @@ def main() -> int:
             path.write_text(text, encoding="utf-8")
             print(f"{path.relative_to(ROOT)}: {len(text)} bytes")
     if changed:
-        print(f"not what SGLang answers: {', '.join(changed)}; record them again and look at the differences")
+        print(f"not what they answer: {', '.join(changed)}; record them again and look at the differences")
     return 1 if changed else 0
 
 

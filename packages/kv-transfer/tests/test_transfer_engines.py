@@ -14,12 +14,11 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transfer_memory import make_layout, whole
 
 import kv_transfer as kt
 from kv_transfer.engines.loopback import LoopbackEngine
 from kv_transfer.engines.mooncake import describe_code
-from kv_transfer.regions import RegionTable, merge_regions, register_manifest
+from kv_transfer.regions import RegionTable
 
 
 @dataclasses.dataclass
@@ -146,24 +145,6 @@ def test_regions_at_the_end_of_the_address_space() -> None:
     for address, nbytes in ((2**64 - 10, 20), (5, 0), (-1, 5), (0, 5)):
         with pytest.raises(kt.RegionError, match="empty or outside"):
             table.add(address, nbytes)
-
-
-def test_neighbours_are_joined() -> None:
-    assert merge_regions([(10, 5), (15, 5), (30, 1), (18, 4), (2, 3)]) == ((2, 3), (10, 12), (30, 1))
-
-
-def test_registering_a_manifest_is_all_or_nothing() -> None:
-    memory = whole(make_layout())
-    engine = LoopbackEngine()
-    last = memory.manifest.entries[-1]
-    engine.register(last.address + 8, 8)
-    with pytest.raises(kt.RegionError, match="overlaps"):
-        register_manifest(engine, memory.manifest)
-    engine.unregister(last.address + 8)
-    addresses = register_manifest(engine, memory.manifest)
-    assert len(addresses) == len(memory.manifest.entries)
-    for address in addresses:
-        engine.unregister(address)
 
 
 def test_engines_by_name() -> None:

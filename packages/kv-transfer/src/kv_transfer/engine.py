@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import threading
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import kv_planner
@@ -19,6 +20,7 @@ from kv_transfer.errors import EngineError
 __all__ = [
     "Blocks",
     "EngineCapabilities",
+    "RegistersTogether",
     "TransferEngine",
     "TransferHandle",
     "TransferState",
@@ -88,6 +90,10 @@ class EngineCapabilities:
         max_blocks: Blocks of one plan.
         cross_process: Reaches memory of other processes.
         progress_on_poll: Moves bytes inside `poll`, so it must be polled without pauses.
+        region_alignment: Bytes to which ends of registered regions are rounded; a power of two. Above 1 only where the
+            memory around a buffer belongs to it, as with an NPU's 2 MiB pages.
+        max_region_bytes: Bytes of one registered region.
+        max_regions: Regions that are registered at a time.
     """
 
     max_entries_per_batch: int | None = None
@@ -95,6 +101,9 @@ class EngineCapabilities:
     max_blocks: int | None = None
     cross_process: bool = False
     progress_on_poll: bool = False
+    region_alignment: int = 1
+    max_region_bytes: int | None = None
+    max_regions: int | None = None
 
     def planner(self) -> kv_planner.Capabilities:
         """The part that `kv_planner.lower` needs."""
@@ -208,3 +217,16 @@ class TransferEngine(Protocol):
 
     def close(self) -> None:
         """Ends everything that is pending and releases the library. May be called twice."""
+
+
+@runtime_checkable
+class RegistersTogether(Protocol):
+    """An engine that registers many ranges in one call of its library."""
+
+    def register_all(self, regions: Sequence[tuple[int, int]]) -> None:
+        """Opens every (address, bytes) range as `register` does, or none of them.
+
+        Raises:
+            RegionError: As `register`, or there would be more regions than the engine takes.
+            EngineError: The library refused them.
+        """

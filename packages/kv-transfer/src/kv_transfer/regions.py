@@ -13,10 +13,10 @@ import kv_planner
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.engine import TransferEngine
+from kv_transfer.engine import RegistersTogether, TransferEngine
 from kv_transfer.errors import RegionError
 
-__all__ = ["RegionTable", "merge_regions", "register_manifest"]
+__all__ = ["RegionTable", "check_region_count", "plan_regions", "register_manifest"]
 
 _TOP = 1 << 64
 
@@ -145,16 +145,82 @@ class RegionTable:
         self._ends = np.array([start + self._regions[start][0] for start in starts], np.uint64)
 
 
-def merge_regions(regions: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Joins (address, nbytes) ranges that touch or overlap; sorted by address."""
-    merged: list[tuple[int, int]] = []
-    for address, nbytes in sorted(regions):
-        if merged and address <= merged[-1][0] + merged[-1][1]:
-            start, size = merged[-1]
-            merged[-1] = (start, max(size, address + nbytes - start))
-        else:
-            merged.append((address, nbytes))
-    return tuple(merged)
+def plan_regions(engine: TransferEngine, buffers: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """What has to be registered for buffers, within what the engine says about regions.
+
+    Neighbours are joined, ends rounded to the engine's alignment. A region that would be too long ends between two
+    buffers, never inside one: no block of a transfer crosses two regions.
+
+    Args:
+        engine: Its capabilities count, and its name is in the errors.
+        buffers: (address, bytes) of each; empty ones need no region.
+
+    Returns:
+        (address, bytes) of each region, ascending.
+
+    Raises:
+        RegionError: A buffer is longer than a region may be, or there are more regions than the engine takes.
+    """
+    own, found = engine.capabilities, sorted(set(buffers))
+    starts, sizes = kv_planner.Regions(found, alignment=own.region_alignment).arrays()
+    regions = [region for region in zip(starts.tolist(), sizes.tolist(), strict=True)]
+    if own.max_region_bytes is not None:
+        regions = [
+            piece
+            for region in regions
+            for piece in _cut(engine.name, region, found, own.region_alignment, own.max_region_bytes)
+        ]
+    check_region_count(engine.name, len(regions), own.max_regions)
+    return tuple(regions)
+
+
+def check_region_count(engine: str, count: int, most: int | None) -> None:
+    """Refuses more regions than an engine takes.
+
+    Raises:
+        RegionError: There are too many.
+    """
+    if most is not None and count > most:
+        raise RegionError(
+            f"{count} regions after neighbours were joined; engine {engine!r} takes {most}",
+            local=count,
+            consequence="nothing was registered; the engine would have refused some of them later, with a bare code",
+            remedy="put buffers next to each other, for example all layers in one allocation, or raise max_regions",
+        )
+
+
+def _cut(
+    engine: str, region: tuple[int, int], buffers: Iterable[tuple[int, int]], alignment: int, most: int
+) -> list[tuple[int, int]]:
+    """Pieces of a region, none longer than `most`, with ends that are aligned and between buffers."""
+    first, size = region
+    end = first + size
+    inside = [(address, address + nbytes) for address, nbytes in buffers if nbytes and first <= address < end]
+    ends = [end]  # where a piece may end: after each group of buffers that share an aligned block
+    reached = first
+    for start, stop in inside:
+        border = -(-reached // alignment) * alignment
+        if reached > first and border <= start:
+            ends.append(border)
+        reached = max(reached, stop)
+    pieces: list[tuple[int, int]] = []
+    start = first
+    last = None
+    for stop in sorted(ends):
+        if stop - start > most:
+            if last is None or stop - last > most:
+                begin = start if last is None else last
+                raise RegionError(
+                    f"buffers of {stop - begin} bytes at {begin:#x} cannot be parted; engine {engine!r} takes regions "
+                    f"of {most} bytes",
+                    local=stop - begin,
+                    consequence="nothing was registered",
+                    remedy="make smaller buffers, for example one a layer, or raise max_region_bytes",
+                )
+            pieces.append((start, last - start))
+            start = last
+        last = stop
+    return [*pieces, (start, end - start)]
 
 
 def register_manifest(
@@ -162,25 +228,32 @@ def register_manifest(
     manifest: kv_planner.RankManifest,
     parts: Iterable[kv_planner.Part] = ("target", "draft"),
 ) -> tuple[int, ...]:
-    """Registers the memory of a rank's entries of `parts`, neighbours joined; other memory stays closed to peers.
+    """Registers the memory of a rank's entries of `parts`; other memory stays closed to peers.
 
-    All or nothing: when one range is refused, those before it are taken back.
+    All or nothing: what the engine's limits forbid is refused before it is asked, and when one region is refused, those
+    before it are taken back.
 
     Returns:
         The addresses, for `unregister`.
 
     Raises:
-        EngineError: The engine refused a range.
+        EngineError: The engine refused a region.
+        RegionError: Its limits do not allow them; see `plan_regions`.
     """
     wanted = set(parts)
-    regions = merge_regions({(entry.address, entry.nbytes) for entry in manifest.entries if entry.part in wanted})
+    regions = plan_regions(
+        engine, {(entry.address, entry.nbytes) for entry in manifest.entries if entry.part in wanted}
+    )
+    if isinstance(engine, RegistersTogether):
+        engine.register_all(regions)
+        return tuple(address for address, _ in regions)
     done: list[int] = []
     try:
         for address, nbytes in regions:
             engine.register(address, nbytes)
             done.append(address)
     except BaseException:
-        for address in done:
+        for address in reversed(done):
             with contextlib.suppress(Exception):
                 engine.unregister(address)
         raise

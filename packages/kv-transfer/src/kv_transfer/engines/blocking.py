@@ -9,10 +9,11 @@ from __future__ import annotations
 import abc
 import queue
 import threading
+from collections.abc import Sequence
 
 from kv_transfer.engine import DONE, Blocks, EngineCapabilities, TransferHandle, TransferState, TransferStatus
 from kv_transfer.errors import EngineError
-from kv_transfer.regions import RegionTable
+from kv_transfer.regions import RegionTable, check_region_count
 
 __all__ = ["BlockingEngine", "check_workers"]
 
@@ -80,19 +81,43 @@ class BlockingEngine(abc.ABC):
 
     def register(self, address: int, nbytes: int) -> None:
         """See `TransferEngine.register`."""
+        self.register_all([(address, nbytes)])
+
+    def register_all(self, regions: Sequence[tuple[int, int]]) -> None:
+        """See `RegistersTogether.register_all`."""
         with self._regions.lock:
             self._refuse_closed()
-            if not self._regions.add(address, nbytes):
-                return
-            code = self._register(address, nbytes)
-            if code != 0:
-                self._regions.remove(address)
-                raise EngineError(
-                    f"{self._name} cannot register {nbytes} bytes at {address:#x}: {self._describe(code)}",
-                    code=code,
-                    local=(address, nbytes),
-                    consequence="the range stays closed",
-                )
+            added: list[int] = []
+            new: list[tuple[int, int]] = []
+            try:
+                for address, nbytes in regions:
+                    if self._regions.add(address, nbytes):
+                        new.append((address, nbytes))
+                    added.append(address)
+                check_region_count(self._name, len(self._regions), self._capabilities.max_regions)
+                self._open(new)
+            except BaseException:
+                for address in added:
+                    self._regions.remove(address)
+                raise
+
+    def _open(self, regions: Sequence[tuple[int, int]]) -> None:
+        """Asks the library; what it took before it refused one is taken back, whatever it says to that."""
+        if not regions:
+            return
+        code = self._register(regions)
+        if code != 0:
+            if len(regions) > 1:  # which of them it took, its code does not say
+                for address, _ in regions:
+                    self._unregister(address)
+            nbytes = sum(size for _, size in regions)
+            where = f"at {regions[0][0]:#x}" if len(regions) == 1 else f"in {len(regions)} regions"
+            raise EngineError(
+                f"{self._name} cannot register {nbytes} bytes {where}: {self._describe(code)}",
+                code=code,
+                local=regions[0] if len(regions) == 1 else len(regions),
+                consequence="nothing of it is open to peers",
+            )
 
     def unregister(self, address: int) -> None:
         """See `TransferEngine.unregister`."""
@@ -170,7 +195,7 @@ class BlockingEngine(abc.ABC):
         )
 
     @abc.abstractmethod
-    def _register(self, address: int, nbytes: int) -> int: ...
+    def _register(self, regions: Sequence[tuple[int, int]]) -> int: ...
 
     @abc.abstractmethod
     def _unregister(self, address: int) -> int: ...

@@ -8,6 +8,7 @@ start is accepted and forgotten, and the port is known only afterwards.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from kv_transfer.engine import EngineCapabilities
@@ -33,6 +34,8 @@ _CODES = {
     -2015: "a buffer is too small",
 }
 
+_DEVICE_PAGE = 2 << 20
+
 Transport = Literal["sdma", "host_rdma", "device_rdma", "device_urma", "device_uboe"]
 
 
@@ -53,6 +56,8 @@ class MemfabricEngine(BlockingEngine):
         workers: Batches on their way at once.
         max_entries_per_batch: Longest batch; a batch cannot be interrupted, so it bounds how long `cancel` takes.
         max_block_bytes: Longest block, likewise.
+        max_regions: Regions that the devices take; None leaves the refusal to the library, with its code.
+        max_region_bytes: Longest region, likewise.
 
     Raises:
         EngineUnavailable: The wheel is missing or cannot be loaded.
@@ -70,6 +75,8 @@ class MemfabricEngine(BlockingEngine):
         workers: int = 1,
         max_entries_per_batch: int = 256,
         max_block_bytes: int | None = 16 << 20,
+        max_regions: int | None = None,
+        max_region_bytes: int | None = None,
     ) -> None:
         """Starts the library and its worker threads."""
         check_workers(workers)
@@ -108,13 +115,19 @@ class MemfabricEngine(BlockingEngine):
             "memfabric",
             f"{hostname}:{port}",
             EngineCapabilities(
-                max_entries_per_batch=max_entries_per_batch, max_block_bytes=max_block_bytes, cross_process=True
+                max_entries_per_batch=max_entries_per_batch,
+                max_block_bytes=max_block_bytes,
+                cross_process=True,
+                region_alignment=_DEVICE_PAGE,
+                max_regions=max_regions,
+                max_region_bytes=max_region_bytes,
             ),
             workers,
         )
 
-    def _register(self, address: int, nbytes: int) -> int:
-        return int(self._library.register_memory(address, nbytes))
+    def _register(self, regions: Sequence[tuple[int, int]]) -> int:
+        addresses, sizes = [address for address, _ in regions], [size for _, size in regions]
+        return int(self._library.batch_register_memory(addresses, sizes))
 
     def _unregister(self, address: int) -> int:
         return int(self._library.unregister_memory(address))

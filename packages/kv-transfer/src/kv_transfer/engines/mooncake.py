@@ -13,6 +13,7 @@ import importlib
 import math
 import os
 import weakref
+from collections.abc import Sequence
 from typing import Literal, Protocol, cast
 
 from kv_transfer.engine import EngineCapabilities
@@ -57,7 +58,7 @@ class _Library(Protocol):
 
     def get_rpc_port(self) -> int: ...
 
-    def register_memory(self, buffer_addr: int, capacity: int) -> int: ...
+    def batch_register_memory(self, buffer_addresses: list[int], capacities: list[int]) -> int: ...
 
     def unregister_memory(self, addr: int, /) -> int: ...
 
@@ -85,6 +86,8 @@ class MooncakeEngine(BlockingEngine):
         log_level: What the library writes to standard error, unless MC_LOG_LEVEL says otherwise already.
         max_entries_per_batch: Longest batch; a batch cannot be interrupted, so it bounds how long `cancel` takes.
         max_block_bytes: Longest block, likewise.
+        max_regions: Regions that this machine's network takes; None leaves the refusal to the library, with its code.
+        max_region_bytes: Longest region, likewise.
 
     Raises:
         EngineUnavailable: The wheel or one of its system libraries is missing.
@@ -101,6 +104,8 @@ class MooncakeEngine(BlockingEngine):
         log_level: Literal["INFO", "WARNING", "ERROR"] = "ERROR",
         max_entries_per_batch: int = 256,
         max_block_bytes: int | None = 16 << 20,
+        max_regions: int | None = None,
+        max_region_bytes: int | None = None,
     ) -> None:
         """Starts the library and its worker threads."""
         if protocol != "tcp":
@@ -131,14 +136,18 @@ class MooncakeEngine(BlockingEngine):
             "mooncake",
             f"{hostname}:{library.get_rpc_port()}",
             EngineCapabilities(
-                max_entries_per_batch=max_entries_per_batch, max_block_bytes=max_block_bytes, cross_process=True
+                max_entries_per_batch=max_entries_per_batch,
+                max_block_bytes=max_block_bytes,
+                cross_process=True,
+                max_regions=max_regions,
+                max_region_bytes=max_region_bytes,
             ),
             workers,
         )
         _OPEN.add(self)
 
-    def _register(self, address: int, nbytes: int) -> int:
-        return self._library.register_memory(address, nbytes)
+    def _register(self, regions: Sequence[tuple[int, int]]) -> int:
+        return self._library.batch_register_memory([address for address, _ in regions], [size for _, size in regions])
 
     def _unregister(self, address: int) -> int:
         return self._library.unregister_memory(address)
