@@ -45,6 +45,16 @@ def test_who_does_not_renew_is_gone() -> None:
     assert [member.generation for member in directory.members("prefill")] == [kept]
 
 
+def test_a_number_of_an_earlier_life_of_the_directory_is_nobodys() -> None:
+    old = kt.Directory()
+    numbers = [old.register(_member(place)) for place in PREFILL]
+    new = kt.Directory()
+    first = new.register(_member(PREFILL[0]))
+    assert first > max(numbers)
+    assert not any(new.renew(number) or new.remove(number) for number in numbers)
+    assert len(new.members("prefill")) == 1
+
+
 def test_impossible_and_unlike_ranks_are_refused() -> None:
     directory = kt.Directory()
     with pytest.raises(ArgumentError, match="a rank that its sizes do not hold"):

@@ -119,10 +119,8 @@ def _layout() -> Any:
     return make_layout(page_size=128, layers=4, heads=8, key_dims=64, value_dims=48)
 
 
-def main() -> None:
-    options = json.loads(sys.argv[1])
-    role = options.pop("role")
-    node: Decode | Prefill = Decode(**options) if role == "decode" else Prefill(**options)
+def serve(node: Any) -> None:
+    """Until standard input ends; commands are the node's methods."""
     print(json.dumps({"up": True}), flush=True)
     for line in sys.stdin:
         command = json.loads(line)
@@ -136,4 +134,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    options = json.loads(sys.argv[1])
+    serve(Decode(**options) if options.pop("role") == "decode" else Prefill(**options))

@@ -24,9 +24,11 @@ BIG = list(range(1, 17))
 class Process:
     """A node: `call` sends a command and returns its answer."""
 
+    node = NODE
+
     def __init__(self, **options: object) -> None:
         self.popen = subprocess.Popen(
-            [sys.executable, str(NODE), json.dumps(options)],
+            [sys.executable, str(self.node), json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kv_transfer.aux_rows import AuxField as AuxField
     from kv_transfer.config import Limits as Limits
     from kv_transfer.config import Timeouts as Timeouts
+    from kv_transfer.decode_end import DecodeEnd as DecodeEnd
     from kv_transfer.directory import Directory as Directory
     from kv_transfer.directory import Member as Member
     from kv_transfer.directory import Place as Place
@@ -47,11 +48,13 @@ if TYPE_CHECKING:
     from kv_transfer.isolation import enter_loopback_namespace as enter_loopback_namespace
     from kv_transfer.messages import PROTOCOL_VERSION as PROTOCOL_VERSION
     from kv_transfer.ports import rank_port as rank_port
+    from kv_transfer.prefill_end import PrefillEnd as PrefillEnd
     from kv_transfer.ready import LayerMarks as LayerMarks
     from kv_transfer.ready import Ready as Ready
     from kv_transfer.receiver import Receiver as Receiver
     from kv_transfer.receiver_room import TransferResult as TransferResult
     from kv_transfer.receiver_session import ReceiverSession as ReceiverSession
+    from kv_transfer.registration import Registration as Registration
     from kv_transfer.registry import create_engine as create_engine
     from kv_transfer.registry import engine_names as engine_names
     from kv_transfer.registry import register_engine as register_engine
@@ -68,6 +71,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "aux_rows": ("AuxField",),
     "config": ("Limits", "Timeouts"),
+    "decode_end": ("DecodeEnd",),
     "directory": ("Directory", "Member", "Place"),
     "directory_service": ("DirectoryClient", "DirectoryServer"),
     "engine": ("EngineCapabilities", "TransferEngine", "TransferHandle", "TransferState", "TransferStatus"),
@@ -95,10 +99,12 @@ _HOMES = {
     "isolation": ("Isolation", "current_isolation", "enter_loopback_namespace"),
     "messages": ("PROTOCOL_VERSION",),
     "ports": ("rank_port",),
+    "prefill_end": ("PrefillEnd",),
     "ready": ("LayerMarks", "Ready"),
     "receiver": ("Receiver",),
     "receiver_session": ("ReceiverSession",),
     "receiver_room": ("TransferResult",),
+    "registration": ("Registration",),
     "registry": ("create_engine", "engine_names", "register_engine"),
     "sender": ("Sender",),
     "sender_group": ("GroupSession", "SenderGroup"),
@@ -112,6 +118,7 @@ __all__ = [
     "ArgumentError",
     "AuxField",
     "CoverageError",
+    "DecodeEnd",
     "Directory",
     "DirectoryClient",
     "DirectoryServer",
@@ -128,6 +135,7 @@ __all__ = [
     "PeerLost",
     "PeerRefused",
     "Place",
+    "PrefillEnd",
     "ProtocolError",
     "ProtocolVersionError",
     "Rank",
@@ -136,6 +144,7 @@ __all__ = [
     "ReceiverSession",
     "ReceiverState",
     "RegionError",
+    "Registration",
     "Sender",
     "SenderGroup",
     "SenderSession",

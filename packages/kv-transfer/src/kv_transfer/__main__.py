@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +14,8 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"python -m kv_transfer needs {error.name}: pip install 'kv-transfer[cli]'") from None
 
+from kv_transfer.directory import Directory
+from kv_transfer.directory_service import DirectoryServer
 from kv_transfer.doctor import Report, examine
 from kv_transfer.explain import explain as explain_sides
 from kv_transfer.explain import read_side
@@ -23,7 +27,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.callback()
 def main() -> None:
-    """Moves KV from prefill to decode: checks of a machine, and of two deployments."""
+    """Moves KV from prefill to decode: checks of a machine and of two deployments, and the ranks' directory."""
 
 
 @app.command()
@@ -76,6 +80,31 @@ def explain(
         raise typer.Exit(2) from None
     typer.echo(found.model_dump_json(indent=2) if as_json else found.text())
     raise typer.Exit(0 if found.plan.agrees else 1)
+
+
+@app.command()
+def directory(
+    bind: Annotated[str, typer.Option(help="ZeroMQ address to listen on.")] = "tcp://127.0.0.1:7701",
+    secret_file: Annotated[Path | None, typer.Option(help="File with the secret that all clients have.")] = None,
+    lifetime: Annotated[float, typer.Option(min=1.0, help="Seconds after which a silent rank is gone.")] = 30.0,
+) -> None:
+    """Runs the directory in which prefill and decode ranks of a deployment find each other, until it is stopped.
+
+    It keeps nothing on disk: after a restart the ranks register again by themselves. Exits with 2 when the address
+    cannot be bound.
+    """
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        secret = None if secret_file is None else secret_file.read_text(encoding="utf-8").strip()
+        server = DirectoryServer(Directory(lifetime=lifetime), bind=bind, secret=secret)
+    except (OSError, ValueError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    with server:
+        typer.echo(f"directory at {server.endpoint}")
+        stop.wait()
 
 
 def _require_names(engine: list[str] | None) -> None:

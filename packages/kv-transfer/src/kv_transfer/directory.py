@@ -72,7 +72,8 @@ class Member(BaseModel):
         place: Which rank.
         endpoint: Where it listens; empty for a rank that only connects, as prefill ranks do.
         serves: Data-parallel group of the other side that it serves, as `Receiver(prefill_dp_rank=...)`.
-        generation: Counts registrations of the whole directory: a restarted rank has a higher one.
+        generation: Counts registrations of the whole directory: a restarted rank has a higher one, also after a restart
+            of the directory.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -106,7 +107,8 @@ class Directory:
         self._clock = clock
         self._lock = threading.Lock()
         self._members: dict[tuple[Side, Rank, int], tuple[Member, float]] = {}
-        self._generation = 0
+        # From the time on: a number of an earlier life of the directory is nobody's in this one.
+        self._generation = time.time_ns()
 
     def register(self, member: Member) -> int:
         """Adds a rank, in place of an earlier life of the same rank.

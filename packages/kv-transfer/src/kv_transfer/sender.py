@@ -86,6 +86,24 @@ class Sender(Endpoint):
         return Rank.of(self._manifest)
 
     @property
+    def is_ready(self) -> bool:
+        """Whether all prefill ranks are there now and the receiver agreed with the whole."""
+        with self.lock:
+            return self.is_connected and self._core is not None and self._core.phase is SenderPhase.READY
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a conversation goes on; False before `connect`, and after the loss of the receiver."""
+        with self.lock:
+            return self._core is not None and not self._core.is_over and self._crash is None
+
+    @property
+    def error(self) -> TransferError | None:
+        """Why the last conversation ended; None while it goes on."""
+        with self.lock:
+            return self._crash or (self._core.error if self._core is not None else None)
+
+    @property
     def sends_nothing(self) -> bool:
         """Whether the receiver needs nothing of this rank; its sessions take no offer then. Known once ready."""
         with self.lock:

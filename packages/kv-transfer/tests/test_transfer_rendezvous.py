@@ -1,0 +1,255 @@
+"""Ranks find each other in a directory by themselves, again after deaths, and live on while it is down."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transfer_memory import RankMemory, make_layout, stages, whole
+from transfer_pair import FAST, eventually
+from transfer_scenarios import PAGES, SOURCES, Process
+
+import kv_transfer as kt
+
+
+class End(Process):
+    node = Path(__file__).with_name("transfer_end_node.py")
+
+
+class Service:
+    """`python -m kv_transfer directory` in a process of its own, at an address that it keeps over a restart."""
+
+    def __init__(self) -> None:
+        self.endpoint = "tcp://127.0.0.1:*"
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "kv_transfer", "directory", "--bind", self.endpoint, "--lifetime", "3"]
+        self.popen = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.popen.stdout is not None
+        found = re.fullmatch(r"directory at (\S+)\n", self.popen.stdout.readline())
+        assert found is not None
+        self.endpoint = found[1]
+
+    def stop(self, *, kill: bool = False) -> int:
+        if kill:
+            self.popen.kill()
+        else:
+            self.popen.terminate()
+        assert self.popen.stdout is not None
+        self.popen.stdout.close()
+        return self.popen.wait(10)
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    made = Service()
+    yield made
+    made.stop(kill=True)
+
+
+@contextlib.contextmanager
+def processes() -> Iterator[Callable[..., Process]]:
+    made: list[Process] = []
+
+    def start(**options: object) -> Process:
+        made.append(End(**options))
+        return made[-1]
+
+    try:
+        yield start
+    finally:
+        for process in made:
+            process.kill()
+            for pipe in (process.popen.stdin, process.popen.stdout):
+                assert pipe is not None
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+
+def _send(prefill: list[Process], decode: Process, room: int) -> None:
+    decode.ok("wipe", pages=PAGES)
+    decode.ok("open", room=room, pages=PAGES)
+    for stage, process in enumerate(prefill):
+        process.ok("open", room=room)
+        process.ok("send", room=room, pages=SOURCES[stage])
+    assert decode.ok("wait", room=room)["nbytes"] > 0
+    for stage in SOURCES:
+        moved = list(zip(PAGES, SOURCES[stage], strict=True))
+        faults = decode.ok("faults", moved=moved, stages=[stage])["faults"]
+        assert [fault for fault in faults if re.search(rf", ({2 * stage}|{2 * stage + 1})\)|outside", fault)] == []
+
+
+def _eventually_ok(process: Process, do: str, **arguments: object) -> None:
+    """After a restart the old conversation is noticed within moments."""
+    deadline = time.monotonic() + 15
+    while "error" in (answer := process.call(do, **arguments)):
+        assert time.monotonic() < deadline, answer
+        time.sleep(0.05)
+
+
+def test_processes_find_each_other_and_do_so_again(service: Service) -> None:
+    with processes() as start:
+        decode = start(role="decode", directory=service.endpoint)
+        prefill = [start(role="prefill", directory=service.endpoint, stage=stage) for stage in SOURCES]
+        for process in (decode, *prefill):
+            process.up()
+            process.ok("ready", seconds=20)
+        _send(prefill, decode, 1)
+
+        # The decode rank dies; another life of it has another endpoint and is found there.
+        old = decode.ok("ready", seconds=5)["endpoint"]
+        decode.kill()
+        decode = start(role="decode", directory=service.endpoint).up()
+        assert decode.ok("ready", seconds=20)["endpoint"] != old
+        for process in prefill:
+            _eventually_ok(process, "ready", seconds=10)
+        _send(prefill, decode, 2)
+
+        # A prefill rank dies; the receiver takes its new life in.
+        prefill[1].kill()
+        prefill[1] = start(role="prefill", directory=service.endpoint, stage=1).up()
+        prefill[1].ok("ready", seconds=20)
+        decode.ok("ready", seconds=20)
+        prefill[0].ok("ready", seconds=20)
+        _send(prefill, decode, 3)
+
+        # The directory is stopped: what runs goes on, and who comes new is told so in time.
+        assert service.stop() == 0
+        assert eventually(lambda: "did not answer" in prefill[0].ok("problem")["problem"], 10)
+        _send(prefill, decode, 4)
+        began = time.monotonic()
+        late = start(role="decode", directory=service.endpoint)
+        assert late.popen.wait(20) == 1 and time.monotonic() - began < 15
+        _send(prefill, decode, 5)
+
+        # It comes back empty: everybody registers again by itself, nobody is connected anew.
+        service.start()
+        client = kt.DirectoryClient(service.endpoint)
+        assert eventually(lambda: client.is_whole("prefill") and client.is_whole("decode"), 10)
+        assert eventually(lambda: prefill[0].ok("problem")["problem"] == "", 10)
+        assert decode.ok("problem") == {"problem": ""}
+        _send(prefill, decode, 6)
+        for process in (*prefill, decode):
+            assert process.leave() == 0
+        assert client.members("prefill") == () and client.members("decode") == ()
+
+
+class Ends:
+    """Both sides in this process, over a directory without sockets."""
+
+    def __init__(self, keep: contextlib.ExitStack) -> None:
+        self.keep = keep
+        self.directory = kt.Directory()
+        self.layout = make_layout()
+        self.memory: list[RankMemory] = []
+
+    def prefill(self, memory: RankMemory) -> kt.PrefillEnd:
+        self.memory.append(memory)
+        engine = kt.create_engine("loopback")
+        end = kt.PrefillEnd(memory.manifest, engine, self.directory, timeouts=FAST, every=0.02)
+        self.keep.callback(end.close)
+        return end
+
+    def decode(self, memory: RankMemory, **options: Any) -> kt.DecodeEnd:
+        self.memory.append(memory)
+        engine = kt.create_engine("loopback")
+        end = kt.DecodeEnd(memory.manifest, engine, self.directory, timeouts=FAST, every=0.02, **options)
+        self.keep.callback(end.close)
+        return end
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    with contextlib.ExitStack() as keep:
+        yield Ends(keep)
+
+
+def test_who_is_missing_is_named_in_time(ends: Ends) -> None:
+    prefill = ends.prefill(stages(ends.layout, 2)[0])
+    with pytest.raises(kt.TransferTimeout, match="decode group 0: no decode rank of it is in the directory"):
+        prefill.wait_ready(0.1)
+    decode = ends.decode(whole(ends.layout))
+    with pytest.raises(kt.TransferTimeout, match=r"prefill group 0: .*1 of 2 prefill ranks are there"):
+        decode.wait_ready(0.5)
+    with pytest.raises(kt.TransferTimeout, match="1 of 1 decode ranks are in the directory, ready: none"):
+        prefill.wait_ready(0.1)
+    with pytest.raises(kt.TransferTimeout, match="prefill group 1: no prefill rank"):
+        decode.wait_ready(0.1, dp_rank=1)
+    assert prefill.group() == () and prefill.groups == {} and prefill.senders == ()
+    ends.prefill(stages(ends.layout, 2)[1])
+    assert decode.wait_ready(10) is decode.receivers[0]
+    assert prefill.wait_ready(10) == prefill.senders == prefill.groups[0]
+
+
+def test_a_side_with_other_sizes_gets_a_new_receiver(ends: Ends) -> None:
+    decode = ends.decode(whole(ends.layout))
+    first = [ends.prefill(memory) for memory in stages(ends.layout, 2)]
+    old = decode.wait_ready(10)
+    with pytest.raises(kt.ArgumentError, match="start all ranks of a side with the same sizes"):
+        ends.prefill(whole(ends.layout))
+    for end in first:
+        end.close()
+    memory = whole(ends.layout)
+    alone = ends.prefill(memory)
+    assert eventually(lambda: decode.receivers.get(0) not in (None, old))
+    new = decode.wait_ready(10)
+    (sender,) = alone.wait_ready(10)
+    session = new.open(4, [3])
+    sending = sender.open(4)
+    sending.send(np.array([5]), start=0)
+    sending.finish()
+    assert session.wait(5).room == 4
+
+
+def test_a_misfit_is_refused_and_seen_on_both_sides(ends: Ends) -> None:
+    decode = ends.decode(whole(ends.layout))
+    other = ends.prefill(whole(make_layout(page_size=8)))
+    with pytest.raises(kt.PeerRefused, match="page_size"):
+        decode.wait_ready(10)
+    assert eventually(lambda: isinstance(other.problem, kt.PeerRefused))
+    with pytest.raises(kt.TransferTimeout, match=r"(?s)last problem: .*page_size"):
+        other.wait_ready(0.1)
+
+
+def test_each_group_has_its_port_and_a_taken_one_is_a_problem(ends: Ends) -> None:
+    with pytest.raises(kt.ArgumentError, match="no address that another host can connect to"):
+        ends.decode(whole(ends.layout), host="0.0.0.0")
+    with kt.DirectoryServer() as taken:  # any listener
+        port = int(taken.endpoint.rpartition(":")[2])
+        decode = ends.decode(whole(ends.layout), port=port)
+        prefill = ends.prefill(whole(ends.layout))
+        assert eventually(lambda: "cannot be bound" in str(decode.problem))
+        with pytest.raises(kt.TransferTimeout, match="cannot be bound"):
+            decode.wait_ready(0.1)
+    assert decode.wait_ready(10).endpoint == f"tcp://127.0.0.1:{port}"
+    assert len(prefill.wait_ready(10)) == 1 and decode.problem is None
+    decode.close()
+    with pytest.raises(kt.SessionStateError, match="closed"):
+        decode.wait_ready(1)
+    prefill.close()
+    with pytest.raises(kt.SessionStateError, match="closed"):
+        prefill.wait_ready(1)
+
+
+def test_a_registration_comes_back_after_it_was_forgotten() -> None:
+    directory = kt.Directory()
+    member = kt.Member(side="prefill", place=kt.Place())
+    registration = kt.Registration(directory, member, every=0.01)
+    first = registration.generation
+    assert directory.remove(first)
+    assert eventually(lambda: registration.generation > first and len(directory.members("prefill")) == 1)
+    assert registration.problem is None
+    registration.close()
+    registration.close()
+    assert directory.members("prefill") == ()
+    with pytest.raises(kt.PeerLost, match="did not answer"):
+        kt.Registration(kt.DirectoryClient("tcp://127.0.0.1:9", timeout=0.1), member)
