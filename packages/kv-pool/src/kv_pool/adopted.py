@@ -16,6 +16,7 @@ from kv_pool._paged import Pool
 from kv_pool._storage import TORCH_DTYPES, Buffer, Form
 from kv_pool.errors import LayoutError, UnheldComponent
 from kv_pool.mla import published
+from kv_pool.state import StateKind
 
 if TYPE_CHECKING:
     from kv_planner import Component
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Adopted", "adopt"]
 
 Adopted: TypeAlias = "Mapping[Component | tuple[Component, PartName], torch.Tensor | Sequence[torch.Tensor]]"
-_ALL: tuple[Component, ...] = ("key", "value", "latent", "rope", "index_key", "index_scale")
+_PAGED: tuple[Component, ...] = ("key", "value", "latent", "rope", "index_key", "index_scale")
 
 
 def adopt(
@@ -36,21 +37,22 @@ def adopt(
     head_range: tuple[int, int] | None = None,
     form: Form = "paged",
 ) -> Pool:
-    """Wrap an engine's own storage as a pool.
+    """Wrap an engine's own storage as a pool: pages of tokens, or the rows of one kind of state.
 
     Args:
         tensors: Memory of each component; a plain name is the target's. Either one tensor over all layers, the first
             axis being layers, or one tensor a layer in the order of the stage's layers. A layer holds whole pages, page
             0 first, contiguous: [pages, page_size, heads, dims], [slots, 1, heads, dims], tiles, or any other shape of
-            the same bytes. Integers of the same size may stand for 8-bit floats and packed records.
-        layout: What the whole deployment agreed on.
+            the same bytes. Integers of the same size may stand for 8-bit floats and packed records. States:
+            [rows, heads, dims] or any other shape of the same bytes, row 0 first and nobody's.
+        layout: What the whole deployment agreed on; all components of pages, or states of request rows.
         layer_ids: Global layer ids of this stage, as for `MhaPool`.
         placement: This rank.
         head_range: Global heads of this rank; derived from the placement when `None`.
         form: `nz` when the engine keeps its pages in tiles; published as such.
 
     Returns:
-        A pool whose views are the engine's memory; writing stays with the engine.
+        A pool whose views are the engine's memory, a `StateKind` for states; writing stays with the engine.
 
     Raises:
         UnheldComponent: A component of the layout without memory, or memory that the layout does not declare.
@@ -58,7 +60,11 @@ def adopt(
     """
     given = {name if isinstance(name, tuple) else (name, "target"): held for name, held in tensors.items()}
     placement = placement if placement is not None else Placement()
-    geometries = derive_geometry(layout, holds=_ALL, layer_ids=layer_ids, placement=placement, head_range=head_range)
+    states = all(spec.item_kind == "request_row" for spec in layout.components)
+    geometries = derive_geometry(
+        layout, holds=("state",) if states else _PAGED, item_kind="request_row" if states else "page",
+        layer_ids=layer_ids, placement=placement, head_range=head_range,
+    )  # fmt: skip
     declared = {(geometry.component, geometry.part) for geometry in geometries if geometry.layer_ids}
     if set(given) != declared:
         raise UnheldComponent(
@@ -81,6 +87,8 @@ def adopt(
             consequence="a page id would name nothing in some component",
             remedy="pass components of one pool",
         )
+    if states:
+        return StateKind(layout, placement, buffers, pages.pop())
     return Pool(published(layout, form), placement, buffers, pages.pop())
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from kv_pool.integrations.sglang.groups import adopt_groups
 from kv_pool.integrations.sglang.pools import adopt_pool
 from kv_pool.integrations.sglang.storage import HostPages, storage_class
 
-__all__ = ["HostPages", "adopt_pool", "storage_class"]
+__all__ = ["HostPages", "adopt_groups", "adopt_pool", "storage_class"]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,8 @@ Configured by `--hicache-storage-backend dynamic` and the extra config
 `{"backend_name": "kv_pool", "module_path": "kv_pool.integrations.sglang", "class_name": "KvPoolStorage",
 "interface_v1": 1, "storage": "files", "options": {"root": …, "capacity_bytes": …}, "salt": ""}`. SGLang's page hashes
 name the tokens; everything else that the bytes mean goes into the key, where SGLang's own file store leaves out dtype,
-layout, layers and drafts. Groups of pools (its v2 calls: sliding windows, states) are not served.
+layout, layers and drafts. Groups of pools (its v2 calls: sliding windows, states, index keys, drafts) keep a key a pool
+and a page; which prefixes are whole is said here, by SGLang's hit policies.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from kv_pool.errors import StorageDamaged, StorageError
+from kv_pool.errors import StorageError
 from kv_pool.hicache.storage import Closes, RegistersMemory, create_storage
-from kv_pool.integrations._engine import bytes_at, engine_module, stored_key
+from kv_pool.integrations._engine import engine_module
+from kv_pool.integrations.sglang._host_pages import PoolPages, flat, read_leading, refused
 
 if TYPE_CHECKING:
     from kv_pool.hicache.storage import PageStorage
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
 
 __all__ = ["HostPages", "storage_class"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+_KV, _STATES = "kv", "mamba"  # SGLang's names of the pool of K and V, and of the pool of states
+_RELEASE = "SGLang 0.5.23"
+_STORAGE = "sglang.srt.mem_cache.hicache_storage"
 _RANKED = ("tp_rank", "tp_size")
 _FIELDS = (
     "model_name", "is_mla_model", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "dcp_rank", "dcp_size",
@@ -35,7 +39,7 @@ _FIELDS = (
 
 
 class HostPages:
-    """SGLang's host pool and its keys, as pieces and keys of a `PageStorage`; the calls are those of `HiCacheStorage`.
+    """SGLang's host pools and its keys, as pieces and keys of a `PageStorage`; the calls are those of `HiCacheStorage`.
 
     Args:
         storage_config: SGLang's `HiCacheStorageConfig`; its `extra_config` names the store.
@@ -49,34 +53,82 @@ class HostPages:
         extra = dict(storage_config.extra_config or {})
         self._storage: PageStorage = create_storage(extra.get("storage", "files"), **extra.get("options", {}))
         self._identity = {name: getattr(storage_config, name) for name in _FIELDS}
-        if not storage_config.is_mla_model:  # replicated pages are the same on all ranks
-            self._identity |= {name: getattr(storage_config, name) for name in _RANKED}
         self._identity |= {"schema": SCHEMA_VERSION, "salt": extra.get("salt", "")}
-        self._pool: Any = None
+        self._rank = {name: getattr(storage_config, name) for name in _RANKED}
+        self._flat = not extra.get("interface_v1", 0)  # which calls SGLang will make for K and V
+        self._replicated = bool(storage_config.is_mla_model)
+        self._pools: dict[str, PoolPages] = {}
+        self._registered: set[int] = set()
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Take the host pool; what its pages are goes into every key from now on."""
-        self._pool = mem_pool_host
+        """Take the host pool of K and V; what its pages are goes into every key from now on.
+
+        Raises:
+            StorageError: See `register_mem_host_pool_v2`.
+        """
+        self.register_mem_host_pool_v2(mem_pool_host, _KV)
         self.mem_pool_host = mem_pool_host
-        _, sizes = mem_pool_host.get_page_buffer_meta(torch.arange(mem_pool_host.page_size))
-        self._identity |= {
-            "host_pool": type(mem_pool_host).__name__,
-            "layout": str(mem_pool_host.layout),
-            "dtype": str(mem_pool_host.dtype),
-            "page_size": mem_pool_host.page_size,
-            "layers": [mem_pool_host.start_layer, mem_pool_host.target_layer_num, mem_pool_host.layer_num],
-            "pieces": [int(size) for size in sizes],
-        }
-        if isinstance(self._storage, RegistersMemory):
-            self._storage.register(_buffers(mem_pool_host))
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
+        """Take one pool of a group by its name; a group of pools as the pool of K and V is its first.
+
+        Raises:
+            StorageError: The pool does not say where its pages lie, and has no flat form of them.
+        """
+        name, entries = str(host_pool_name), getattr(host_pool, "entry_map", None)
+        pool = host_pool if entries is None else host_pool.anchor_entry.host_pool
+        ranked = not self._replicated or name == _STATES or hasattr(pool, "head_num")
+        pages = PoolPages(name, pool, self._identity | (self._rank if ranked else {}))
+        self._pools[name] = pages
+        fresh = [piece for piece in pages.memory() if piece.ctypes.data not in self._registered]
+        if isinstance(self._storage, RegistersMemory) and fresh:
+            self._storage.register(fresh)
+            self._registered.update(piece.ctypes.data for piece in fresh)
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many leading keys are there."""
-        return self._storage.exists(self._keys(keys))
+        return self._storage.exists(self._pool(_KV).keys(keys, flat=self._flat))
 
     def exists(self, key: str) -> bool:
         """Whether one key is there."""
         return self.batch_exists([key]) == 1
+
+    def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
+        """Which prefixes can be restored whole, K and V and every other pool of the group by its own policy.
+
+        Args:
+            keys: SGLang's page hashes, those of a prefix in order.
+            pool_transfers: SGLang's `PoolTransfer`, one a pool beside K and V. `ALL_PAGES` wants every page of the
+                prefix, `TRAILING_PAGES` its last `len(transfer.keys)` pages.
+            extra_info: Not read: a page hash covers all pages before it.
+
+        Returns:
+            SGLang's `PoolTransferResult`: the longest prefix that all pools have, the pages that each pool has by
+            itself, and every prefix that can be restored.
+
+        Raises:
+            StorageError: A pool that was not registered, a policy that no pool of SGLang 0.5.23 asks for
+                (`BLOCK_GROUPS`), or the store does not answer.
+        """
+        engine = engine_module(_STORAGE, _RELEASE)
+        leading = self.batch_exists(keys)
+        hits: dict[Any, int] = {engine.PoolName.KV: leading} if leading else {}
+        whole = list(range(1, leading + 1))
+        for transfer in pool_transfers or []:
+            if not whole:
+                break
+            names = self._pool(transfer.name).keys(keys[:leading])
+            if transfer.hit_policy == engine.PoolHitPolicy.ALL_PAGES:
+                mine = set(range(1, self._storage.exists(names) + 1))
+            elif transfer.hit_policy == engine.PoolHitPolicy.TRAILING_PAGES:
+                mine = self._trailing(names, max(1, len(transfer.keys or ())))
+            else:
+                policy = f"{transfer.hit_policy} of pool {transfer.name}"
+                raise refused("hit_policy", policy, "all_pages or trailing_pages", "leave this pool out of the storage")
+            if mine:
+                hits[transfer.name] = max(mine)
+            whole = [length for length in whole if length in mine]
+        return engine.PoolTransferResult(whole[-1] if whole else 0, hits, whole)
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Fill host pages in place; the first miss, or damaged page, ends.
@@ -89,20 +141,40 @@ class HostPages:
         Raises:
             StorageError: Slots that are no whole pages, or the store does not answer.
         """
-        read = self._read(keys, self._pieces(keys, host_indices))
-        return [number < read for number in range(len(keys))]
+        return _leading(self._pool(_KV).read(self._storage, keys, host_indices), keys)
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Keep host pages; arguments and errors as for `batch_get_v1`."""
-        kept = self._storage.write(self._keys(keys), self._pieces(keys, host_indices))
-        return [number < kept for number in range(len(keys))]
+        return _leading(self._pool(_KV).write(self._storage, keys, host_indices), keys)
+
+    def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
+        """Fill host pages of several pools in place; in each pool the first miss, or damaged page, ends.
+
+        Args:
+            transfers: SGLang's `PoolTransfer`, each with the page hashes and the slots of its own host pool.
+            extra_info: Not read: a page hash covers all pages before it.
+
+        Raises:
+            StorageError: A pool that was not registered, slots that are no whole pages, or the store does not answer.
+        """
+        return {
+            one.name: _leading(self._pool(one.name).read(self._storage, one.keys or (), one.host_indices), one.keys)
+            for one in transfers
+        }
+
+    def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
+        """Keep host pages of several pools; arguments and errors as for `batch_get_v2`."""
+        return {
+            one.name: _leading(self._pool(one.name).write(self._storage, one.keys or (), one.host_indices), one.keys)
+            for one in transfers
+        }
 
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
         """Fill flat tensors, one a page, and return those that are whole, `None` for the rest."""
-        pages = [[_flat(target)] for target in target_locations]
-        read = self._read(keys, pages)
+        pages: list[Pieces] = [[flat(target)] for target in target_locations]
+        read = read_leading(self._storage, self._pool(_KV).keys(keys, flat=True), pages)
         return [target if number < read else None for number, target in enumerate(target_locations)]
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
@@ -113,7 +185,8 @@ class HostPages:
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
         """Keep flat tensors, one a page; whether all are kept."""
-        return self._storage.write(self._keys(keys), [[_flat(value)] for value in values]) == len(keys)
+        names = self._pool(_KV).keys(keys, flat=True)
+        return self._storage.write(names, [[flat(value)] for value in values]) == len(keys)
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """Keep one flat tensor."""
@@ -124,59 +197,22 @@ class HostPages:
         if isinstance(self._storage, Closes):
             self._storage.close()
 
-    def _keys(self, keys: Sequence[str]) -> list[str]:
-        if self._pool is None:
-            raise _refused("mem_pool_host", "none", "a registered host pool", "call register_mem_pool_host first")
-        return [stored_key(self._identity, key.encode()) for key in keys]
+    def _pool(self, name: str) -> PoolPages:
+        found = self._pools.get(str(name))
+        if found is None:
+            call = "register_mem_pool_host" if name == _KV else "register_mem_host_pool_v2"
+            known = f"a registered host pool, one of {sorted(self._pools)}"
+            raise refused("host pool", str(name), known, f"call {call} first")
+        return found
 
-    def _read(self, keys: list[str], pages: Sequence[Pieces]) -> int:
-        try:
-            return self._storage.read(self._keys(keys), pages)
-        except StorageDamaged as error:
-            return error.pages_read
-
-    def _pieces(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[Pieces]:
-        self._keys(())
-        size = self._pool.page_size
-        slots = host_indices.cpu()
-        pages = slots.reshape(-1, size) if slots.numel() == len(keys) * size else None
-        if pages is None or bool((pages != pages[:, :1] + torch.arange(size)).any() or (pages[:, 0] % size).any()):
-            expected = f"{len(keys)} whole pages of {size} slots, each from its first slot on"
-            raise _refused("host_indices", f"{slots.numel()} slots", expected, "pass whole pages")
-        addresses, sizes = self._pool.get_page_buffer_meta(slots)
-        each = len(addresses) // max(len(keys), 1)
-        pieces = [bytes_at(int(address), int(size)) for address, size in zip(addresses, sizes, strict=True)]
-        return [pieces[number * each : (number + 1) * each] for number in range(len(keys))]
+    def _trailing(self, names: Sequence[str], count: int) -> set[int]:
+        """Lengths of prefixes whose last `count` pages are there."""
+        there = [self._storage.exists([name]) == 1 for name in names]
+        return {end for end in range(1, len(there) + 1) if all(there[max(0, end - count) : end])}
 
 
-def _flat(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    if not tensor.is_contiguous() or tensor.device.type != "cpu":
-        raise _refused("target", f"strides {tensor.stride()} on {tensor.device}", "contiguous host memory", "copy it")
-    flat: np.ndarray[Any, np.dtype[np.uint8]] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return flat
-
-
-def _buffers(pool: Any) -> Pieces:
-    """The whole memory of a host pool, each allocation once."""
-    names = ("k_buffer", "v_buffer", "index_k_buffer", "index_k_scale_buffer", "kv_buffer")
-    found: dict[int, np.ndarray[Any, np.dtype[np.uint8]]] = {}
-    for name in names:
-        held = getattr(pool, name, None)
-        for tensor in held if isinstance(held, (list, tuple)) else [held]:
-            if isinstance(tensor, torch.Tensor) and tensor.numel():
-                storage = tensor.untyped_storage()
-                found.setdefault(storage.data_ptr(), bytes_at(storage.data_ptr(), storage.nbytes()))
-    return list(found.values())
-
-
-def _refused(argument: str, given: object, expected: str, remedy: str) -> StorageError:
-    return StorageError(
-        argument,
-        given=given,
-        expected=expected,
-        consequence="bytes would be read or written in another place",
-        remedy=remedy,
-    )
+def _leading(count: int, keys: Sequence[str] | None) -> list[bool]:
+    return [number < count for number in range(len(keys or ()))]
 
 
 @functools.cache
@@ -186,5 +222,5 @@ def storage_class() -> type[Any]:
     Raises:
         LibraryUnavailable: SGLang 0.5.23 is not installed.
     """
-    base = engine_module("sglang.srt.mem_cache.hicache_storage", "SGLang 0.5.23").HiCacheStorage
+    base = engine_module(_STORAGE, _RELEASE).HiCacheStorage
     return type("KvPoolStorage", (HostPages, base), {"__module__": __name__, "__doc__": HostPages.__doc__})
