@@ -33,8 +33,8 @@ with warnings.catch_warnings():
     from sglang.srt.hardware_backend.npu.dsv4 import dsv4_memory_pool
 
 __all__ = [
-    "HOST_PAGES", "compressed", "host_of", "hybrid_linear", "index_host", "number", "numbers", "page_slots", "sparse", "state_host",
-    "states", "windowed", "windowed_latents",
+    "HOST_PAGES", "compressed", "host_of", "hybrid_linear", "index_host", "number", "numbers", "page_slots", "sparse",
+    "state_host", "states", "windowed", "windowed_latents",
 ]  # fmt: skip
 
 HOST_PAGES = 8
@@ -95,8 +95,9 @@ def states(*, rows: int = 7, layers: tuple[int, ...] = (1, 2, 4), **changes: Any
     )
     dtype = Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
     return MambaPool(**{
-        "size": rows, "spec_state_size": 3, "cache_params": Mamba2CacheParams(dtype=dtype, layers=list(layers), shape=shape),
-        "mamba_layer_ids": list(layers), "device": "npu", **changes,
+        "size": rows, "spec_state_size": 3, "mamba_layer_ids": list(layers), "device": "npu",
+        "cache_params": Mamba2CacheParams(dtype=dtype, layers=list(layers), shape=shape),
+        **changes,
     })  # fmt: skip
 
 

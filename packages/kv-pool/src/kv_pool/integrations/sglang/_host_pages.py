@@ -1,4 +1,4 @@
-"""Owns one of SGLang's host pools as pages of a `PageStorage`: what its pages are, where they lie, what they are called.
+"""Owns one of SGLang's host pools as pages of a `PageStorage`: what they are, where they lie, what they are called.
 
 It asks a pool for the addresses of its pages and moves bytes there; a pool that cannot tell them (side states of a
 slot) is copied page by page through its own flat form. It does not know hit policies (see `storage`).

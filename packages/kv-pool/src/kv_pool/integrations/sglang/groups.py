@@ -1,7 +1,8 @@
 """Owns the description of SGLang's pools that are groups of pools: `adopt_groups` wraps each of them.
 
-Sliding windows, sparse attention with index keys, recurrent states, and (by `compressed`) compressed latents. Pools of one group share page ids (or rows);
-page ids of two groups have nothing to do with each other, so each group gets a host pool and a manifest of its own.
+Sliding windows, sparse attention with index keys, recurrent states, and (by `compressed`) compressed latents. Pools of
+one group share page ids (or rows); page ids of two groups have nothing to do with each other, so each group gets a host
+pool and a manifest of its own.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ def adopt_groups(
         fingerprint: Identity of the model.
         drafts: Of an `SWAKVPool`: those of draft models, in order; their layers are numbered behind the model's.
         placement: This rank.
-        total_heads: KV heads over all ranks, by group; this rank has all where a group is not named. States of a rank
-            that are not named are an equal share; a conv state is split by its inner axis and counts as one head a rank.
+        total_heads: KV heads over all ranks, by group; this rank has all where a group is not named. States
+            of a rank that are not named are an equal share; a conv state is split by its inner axis and counts as one
+            head a rank.
         model_layers: Layer ids of the whole model that each group holds, and under `index_key` those that own index
             keys; this stage has all where a group is not named.
 

@@ -1,4 +1,4 @@
-"""Owns the description of SGLang's NPU pools of pages: `adopt_pool` wraps one, with its drafts, as a pool of this package.
+"""Owns the description of SGLang's NPU pools of pages: `adopt_pool` wraps one, with its drafts, as one of our pools.
 
 It knows the classes of SGLang 0.5.23 by their attributes; the memory stays SGLang's. Pools that are groups of pools
 (sliding windows, sparse attention, states, compressed latents) are described in `groups`.

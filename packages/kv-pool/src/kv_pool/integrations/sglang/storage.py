@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kv_pool.errors import StorageError
 from kv_pool.hicache.storage import Closes, RegistersMemory, create_storage
 from kv_pool.integrations._engine import engine_module
 from kv_pool.integrations.sglang._host_pages import PoolPages, flat, read_leading, refused
@@ -123,7 +122,7 @@ class HostPages:
             elif transfer.hit_policy == engine.PoolHitPolicy.TRAILING_PAGES:
                 mine = self._trailing(names, max(1, len(transfer.keys or ())))
             else:
-                policy = f"{transfer.hit_policy} of pool {transfer.name}"
+                policy = f"{transfer.hit_policy.value} of pool {transfer.name}"
                 raise refused("hit_policy", policy, "all_pages or trailing_pages", "leave this pool out of the storage")
             if mine:
                 hits[transfer.name] = max(mine)
