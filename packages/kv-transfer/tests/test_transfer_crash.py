@@ -227,7 +227,7 @@ def ends() -> Iterator[tuple[kt.Receiver, kt.Sender]]:
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-@pytest.mark.parametrize("name", ["parse_manifest", "agree_pair"])
+@pytest.mark.parametrize("name", ["parse_groups", "agree_pair"])
 @pytest.mark.parametrize("side", [receiver_core, sender_core])
 def test_words_that_break_their_reader_end_one_conversation(
     ends: tuple[kt.Receiver, kt.Sender], side: object, name: str, kind: type, monkeypatch: pytest.MonkeyPatch

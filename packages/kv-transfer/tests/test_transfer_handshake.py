@@ -15,6 +15,7 @@ from kv_transfer.engines.loopback import LoopbackEngine
 from kv_transfer.messages import (
     Aborted,
     Agreed,
+    GroupManifest,
     Heartbeat,
     Hello,
     Refusal,
@@ -52,7 +53,9 @@ class Desk:
 
 
 def hello(manifest: str) -> Hello:
-    return Hello(engine="loopback", session="x", manifest=manifest, process=process_name())
+    return Hello(
+        engine="loopback", session="x", groups={"main": GroupManifest(manifest=manifest)}, process=process_name()
+    )
 
 
 @pytest.fixture

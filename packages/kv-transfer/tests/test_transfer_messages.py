@@ -20,6 +20,10 @@ from kv_transfer.messages import (
     Bye,
     DifferenceRecord,
     Done,
+    GroupDone,
+    GroupManifest,
+    GroupOffer,
+    GroupSummary,
     Heartbeat,
     Hello,
     Message,
@@ -32,9 +36,10 @@ from kv_transfer.messages import (
     encode,
 )
 
+MANIFESTS = {"full": GroupManifest(manifest="{}"), "window": GroupManifest(manifest="{}", window=4096)}
 EXAMPLES: list[Message] = [
-    Hello(engine="loopback", session="loopback:1", manifest="{}", process="7:a", parts=("target",)),
-    Welcome(engine="mooncake", session="127.0.0.1:15000", manifest="{}", incarnation=1),
+    Hello(engine="loopback", session="loopback:1", groups=MANIFESTS, process="7:a", parts=("target",)),
+    Welcome(engine="mooncake", session="127.0.0.1:15000", groups=MANIFESTS, incarnation=1),
     Agreed(),
     Refusal(
         code=RefusalCode.LAYOUT,
@@ -43,9 +48,26 @@ EXAMPLES: list[Message] = [
             DifferenceRecord(field="page_size", local="64", remote="128", consequence="wrong slots", remedy="same"),
         ),
     ),
-    Ready(ranks=2, sends=True, layers=(("target", 0), ("draft", 61)), bytes_per_page=4096),
-    Offer(room=0, generation=1, pages=(3, 1, 2), tokens=300, first_page=4),
-    Done(room=0, generation=1, nbytes=10, blocks=2, pages=3, layers=(("target", 0),), metadata={"token": [1, None]}),
+    Ready(
+        ranks=2,
+        sends=True,
+        groups={"main": GroupSummary(layers=(("target", 0), ("draft", 61)), bytes_per_page=4096)},
+    ),
+    Offer(
+        room=0,
+        generation=1,
+        groups={"full": GroupOffer(pages=(3, 1, 2), first_page=4), "conv": GroupOffer(pages=(), row=3)},
+        tokens=300,
+        on_failed_pages="recompute",
+    ),
+    Done(
+        room=0,
+        generation=1,
+        nbytes=10,
+        blocks=2,
+        groups={"main": GroupDone(pages=3, layers=(("target", 0),), failed=((4, 6),))},
+        metadata={"token": [1, None]},
+    ),
     Aborted(room=2**63 - 1, generation=3, reason="too long"),
     Accepted(room=0, generation=1),
     Abort(room=0, generation=1, reason=""),
@@ -111,11 +133,11 @@ def test_words_with_faults_are_messages_or_named_errors() -> None:
     "data",
     [
         b'{"v":1,"type":"heartbeat","extra":1}',
-        b'{"v":1,"type":"offer","room":-1,"generation":1,"pages":[],"tokens":0}',
-        b'{"v":1,"type":"offer","room":"0","generation":1,"pages":[],"tokens":0}',
-        b'{"v":1,"type":"offer","room":0,"generation":0,"pages":[],"tokens":0}',
-        b'{"v":1,"type":"offer","room":0,"generation":1,"pages":[1.5],"tokens":0}',
-        b'{"v":1,"type":"ready","ranks":true,"sends":true}',
+        b'{"v":1,"type":"offer","room":-1,"generation":1,"groups":{},"tokens":0}',
+        b'{"v":1,"type":"offer","room":"0","generation":1,"groups":{},"tokens":0}',
+        b'{"v":1,"type":"offer","room":0,"generation":0,"groups":{},"tokens":0}',
+        b'{"v":1,"type":"offer","room":0,"generation":1,"groups":{"main":{"pages":[1.5]}},"tokens":0}',
+        b'{"v":1,"type":"ready","ranks":true,"sends":true,"groups":{}}',
         b"[" * 100_000,
         b'{"v":1,"type":"bye","reason":"' + b"x" * 70_000 + b'"}',
         b"\xff\xfe",
@@ -143,4 +165,4 @@ def test_size_limit_holds_both_ways() -> None:
 def test_metadata_that_json_cannot_carry_is_refused() -> None:
     for value in (math.nan, math.inf, {1: 2}, b"bytes", object()):
         with pytest.raises(ValueError):
-            encode(Done(room=0, generation=1, nbytes=0, blocks=0, pages=0, layers=(), metadata={"a": value}))  # type: ignore[dict-item]
+            encode(Done(room=0, generation=1, nbytes=0, blocks=0, groups={}, metadata={"a": value}))  # type: ignore[dict-item]

@@ -16,8 +16,8 @@ from transfer_pair import FAST, Pair, eventually, held_engine
 
 import kv_transfer as kt
 from kv_transfer.engines.loopback import LoopbackEngine
-from kv_transfer.page_holds import PageHolds
-from kv_transfer.regions import register_manifest
+from kv_transfer.page_holds import PageHolds, Thing
+from kv_transfer.regions import register_manifests
 
 ONE_LAYER: Owned = {("key", "target"): [0], ("value", "target"): [0]}
 
@@ -49,7 +49,7 @@ def test_pages_that_a_writer_still_holds_are_offered_to_no_room(held: Pair) -> N
     assert eventually(lambda: held_engine(held).begun > 0)
     assert not session.failed_pages
     session.abort("the client left")
-    assert session.failed_pages == (4, 7)
+    assert session.failed_pages == {"main": (4, 7)}
     with pytest.raises(kt.PageHeld, match="page 7 is held by room 1"):
         held.receiver.open(2, [7])
     held_engine(held).go.set()
@@ -58,20 +58,23 @@ def test_pages_that_a_writer_still_holds_are_offered_to_no_room(held: Pair) -> N
 
 
 def test_holds_are_those_of_a_plain_model() -> None:
+    def things(pages: list[int]) -> list[Thing]:
+        return [("main", "page", page) for page in pages]
+
     dice = random.Random(3)
     holds, rooms = PageHolds(), dict[str, list[int]]()
     for step in range(600):
         if rooms and dice.random() < 0.4:
-            holds.give(rooms.pop(dice.choice(sorted(rooms))))
+            holds.give(things(rooms.pop(dice.choice(sorted(rooms)))))
             continue
         pages = dice.sample(range(1, 12), dice.randrange(4))
         taken = {page: room for room, held in rooms.items() for page in held}
         if any(page in taken for page in pages):
             with pytest.raises(kt.PageHeld) as caught:
-                holds.take(f"room {step}", pages)
+                holds.take(f"room {step}", things(pages))
             assert taken[caught.value.page] == caught.value.holder
         else:
-            holds.take(f"room {step}", pages)
+            holds.take(f"room {step}", things(pages))
             rooms[f"room {step}"] = pages
 
 
@@ -141,7 +144,7 @@ def test_memory_that_is_refused_in_part_is_not_registered(
     engine = Engine()
     engine.left = set()
     with pytest.raises(kind, match="no more memory"):
-        register_manifest(engine, whole(make_layout()).manifest)
+        register_manifests(engine, [whole(make_layout()).manifest])
     assert engine.left == set()
     engine.close()
 

@@ -13,7 +13,7 @@ from transfer_memory import make_layout, whole
 
 import kv_transfer as kt
 from kv_transfer.engines.loopback import LoopbackEngine
-from kv_transfer.regions import plan_regions, register_manifest
+from kv_transfer.regions import plan_regions, register_manifests
 
 
 class Limited(LoopbackEngine):
@@ -70,7 +70,7 @@ def test_too_many_regions_are_refused_before_the_engine_is_asked() -> None:
     assert got.value.local == 3
     memory = whole(make_layout())
     with pytest.raises(kt.RegionError, match="takes 2"):
-        register_manifest(engine, memory.manifest)
+        register_manifests(engine, [memory.manifest])
     assert engine.opened == []
 
 
@@ -117,10 +117,10 @@ def test_a_refusal_half_way_takes_back_what_was_open(at: int) -> None:
     count = len(plan_regions(engine, {(entry.address, entry.nbytes) for entry in memory.manifest.entries}))
     assert count > 3
     with pytest.raises(kt.EngineError, match=f"region {at} is refused"):
-        register_manifest(engine, memory.manifest)
+        register_manifests(engine, [memory.manifest])
     assert engine.opened == []
     engine.refuse_at = 1 << 30
-    addresses = register_manifest(engine, memory.manifest)
+    addresses = register_manifests(engine, [memory.manifest])
     assert len(addresses) == count
     for address in addresses:
         engine.unregister(address)
@@ -133,7 +133,7 @@ def test_foreign_overlap_is_refused_and_nothing_stays_open() -> None:
     last = memory.manifest.entries[-1]
     engine.register(last.address + 8, 8)
     with pytest.raises(kt.RegionError, match="overlaps"):
-        register_manifest(engine, memory.manifest)
+        register_manifests(engine, [memory.manifest])
     engine.unregister(last.address + 8)
-    for address in register_manifest(engine, memory.manifest):
+    for address in register_manifests(engine, [memory.manifest]):
         engine.unregister(address)

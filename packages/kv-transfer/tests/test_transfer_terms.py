@@ -167,11 +167,17 @@ def test_terms_name_the_process_only_where_the_engine_cannot_leave_it() -> None:
     assert terms.process == process_name()
     assert engine.session.startswith(f"loopback:{process_name()}:")
     for kind in (Hello, Welcome):
-        known = {"engine": "loopback", "session": "s", "manifest": "{}", "incarnation": 1, "process": "7:other"}
+        known: dict[str, object] = {
+            "engine": "loopback",
+            "session": "s",
+            "groups": {},
+            "incarnation": 1,
+            "process": "7:other",
+        }
         message = kind(**{name: known[name] for name in kind.model_fields if name in known})  # type: ignore[arg-type]
         with pytest.raises(PeerRefused, match=r"does not reach other processes: local session .* of process 7:other"):
             terms.check(message)
-    Terms("far", "s").check(Hello(engine="far", session="t", manifest="{}"))
+    Terms("far", "s").check(Hello(engine="far", session="t", groups={}))
     engine.close()
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import kv_planner as kp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transfer_memory import make_layout, stages, whole
+from transfer_memory import RankMemory, make_layout, stages, whole
 
 import kv_transfer as kt
 from kv_transfer.engines.loopback import LoopbackEngine
+from kv_transfer.groups import Groups
 from kv_transfer.messages import (
     Abort,
     Aborted,
@@ -16,6 +18,10 @@ from kv_transfer.messages import (
     Agreed,
     Bye,
     Done,
+    GroupDone,
+    GroupManifest,
+    GroupOffer,
+    GroupSummary,
     Heartbeat,
     Hello,
     Message,
@@ -32,29 +38,46 @@ from kv_transfer.sender_core import SenderCore
 from kv_transfer.states import SenderPhase
 from kv_transfer.terms import Terms
 
+LAYERS: tuple[tuple[kp.Part, int], ...] = tuple(("target", layer) for layer in range(4))
+
+
+def manifests(memory: RankMemory) -> dict[str, GroupManifest]:
+    return {"main": GroupManifest(manifest=memory.manifest.to_json())}
+
+
+def offered(*pages: int) -> dict[str, GroupOffer]:
+    return {"main": GroupOffer(pages=pages)}
+
+
+def done(
+    pages: int, layers: tuple[tuple[kp.Part, int], ...], failed: tuple[tuple[int, int], ...] = ()
+) -> dict[str, GroupDone]:
+    return {"main": GroupDone(pages=pages, layers=layers, failed=failed)}
+
+
 FAST = kt.Timeouts(handshake=5, heartbeat_interval=0.05, peer_lost_after=1.0, dead_writer_grace=0.2, drain=1)
 
 
 def test_late_words_of_an_old_generation_are_dropped() -> None:
     layout = make_layout()
     memory = whole(layout)
-    core = ReceiverCore(memory.manifest, Terms("loopback", "x"), 1, FAST, kt.Limits())
-    hello = Hello(engine="loopback", session="y", manifest=stages(layout, 1)[0].manifest.to_json())
+    core = ReceiverCore(Groups.of(memory.manifest), Terms("loopback", "x"), 1, FAST, kt.Limits())
+    hello = Hello(engine="loopback", session="y", groups=manifests(stages(layout, 1)[0]))
     core.receive(b"peer", encode(hello), 0.0)
     core.receive(b"peer", encode(Agreed()), 0.0)
-    old = core.open_room(0, [1], 4, 0.0, 9.0)
+    old = core.open_room(0, offered(1), 4, 0.0, 9.0)
     core.receive(b"peer", encode(Aborted(room=0, generation=1, reason="first")), 0.0)
     assert old.is_terminal
-    new = core.open_room(0, [1], 4, 0.0, 9.0)
+    new = core.open_room(0, offered(1), 4, 0.0, 9.0)
     for message in (
         Aborted(room=0, generation=1, reason="again"),
-        Done(room=0, generation=1, nbytes=0, blocks=0, pages=0, layers=(), metadata={}),
+        Done(room=0, generation=1, nbytes=0, blocks=0, groups=done(0, ()), metadata={}),
         Aborted(room=5, generation=1, reason="unknown room"),
     ):
         core.receive(b"peer", encode(message), 0.0)
     assert core.late_messages == 3
     assert new.state is kt.ReceiverState.OPEN
-    core.receive(b"peer", encode(Done(room=0, generation=2, nbytes=1, blocks=1, pages=1, layers=(), metadata={})), 0.0)
+    core.receive(b"peer", encode(Done(room=0, generation=2, nbytes=1, blocks=1, groups=done(1, ()), metadata={})), 0.0)
     assert isinstance(new.error, kt.ProtocolError)
     assert "layers" in str(new.error)
 
@@ -62,36 +85,38 @@ def test_late_words_of_an_old_generation_are_dropped() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"nbytes": 1}, "it sent 1 bytes, its route holds 1664 for 2 pages"),
-        ({"pages": 1}, "it sent 1 pages, 2 were offered"),
-        ({"layers": (("target", 0), ("target", 1), ("target", 2), ("target", 2))}, "it sent layers"),
+        ({"nbytes": 1}, "it sent 1 bytes, its route holds 1664"),
+        ({"groups": done(1, LAYERS)}, "it sent 1 pages, 2 were offered"),
+        ({"groups": done(2, (*LAYERS[:3], LAYERS[2]))}, "it sent layers"),
+        ({"groups": done(2, LAYERS) | {"other": GroupDone(pages=0, layers=())}}, "it sent groups"),
+        ({"groups": done(2, LAYERS, failed=((0, 1),))}, "could not send all pages, and this receiver does not compute"),
+        ({"groups": done(2, LAYERS, failed=((1, 3),))}, "could not send pages [1, 3), which were not offered"),
     ],
 )
 def test_a_done_that_covers_something_else_is_not_believed(change: dict[str, object], text: str) -> None:
     layout = make_layout()
-    core = ReceiverCore(whole(layout).manifest, Terms("loopback", "x"), 1, FAST, kt.Limits())
-    hello = Hello(engine="loopback", session="y", manifest=stages(layout, 1)[0].manifest.to_json())
+    core = ReceiverCore(Groups.of(whole(layout).manifest), Terms("loopback", "x"), 1, FAST, kt.Limits())
+    hello = Hello(engine="loopback", session="y", groups=manifests(stages(layout, 1)[0]))
     core.receive(b"peer", encode(hello), 0.0)
     core.receive(b"peer", encode(Agreed()), 0.0)
-    layers = tuple(("target", layer) for layer in range(4))
-    right = Done(room=0, generation=1, nbytes=1664, blocks=1, pages=2, layers=layers, metadata={})
-    wrong = core.open_room(0, [1, 2], 8, 0.0, 9.0)
+    right = Done(room=0, generation=1, nbytes=1664, blocks=1, groups=done(2, LAYERS), metadata={})
+    wrong = core.open_room(0, offered(1, 2), 8, 0.0, 9.0)
     core.receive(b"peer", encode(right.model_copy(update=change)), 0.0)
     assert isinstance(wrong.error, kt.ProtocolError)
     assert text in str(wrong.error)
     assert wrong.pages_released
-    good = core.open_room(0, [1, 2], 8, 0.0, 9.0)
+    good = core.open_room(0, offered(1, 2), 8, 0.0, 9.0)
     core.receive(b"peer", encode(right.model_copy(update={"generation": 2})), 0.0)
     assert good.result is not None
 
 
 def test_a_dead_writer_holds_its_pages_for_the_grace() -> None:
     layout = make_layout()
-    core = ReceiverCore(whole(layout).manifest, Terms("loopback", "x"), 1, FAST, kt.Limits())
-    hello = Hello(engine="loopback", session="y", manifest=stages(layout, 1)[0].manifest.to_json())
+    core = ReceiverCore(Groups.of(whole(layout).manifest), Terms("loopback", "x"), 1, FAST, kt.Limits())
+    hello = Hello(engine="loopback", session="y", groups=manifests(stages(layout, 1)[0]))
     core.receive(b"peer", encode(hello), 0.0)
     core.receive(b"peer", encode(Agreed()), 0.0)
-    room = core.open_room(0, [1], 4, 0.0, 9.0)
+    room = core.open_room(0, offered(1), 4, 0.0, 9.0)
     core.unreachable(b"peer", 0.1)
     assert isinstance(room.error, kt.PeerLost)
     core.tick(0.29)
@@ -101,20 +126,23 @@ def test_a_dead_writer_holds_its_pages_for_the_grace() -> None:
 
 
 _WORDS: list[Message] = [
-    Hello(engine="loopback", session="y", manifest=stages(make_layout(), 1)[0].manifest.to_json()),
+    Hello(engine="loopback", session="y", groups=manifests(stages(make_layout(), 1)[0])),
     Welcome(
         engine="loopback",
         session="y",
-        manifest=whole(make_layout()).manifest.to_json(),
+        groups=manifests(whole(make_layout())),
         incarnation=1,
         process=process_name(),
     ),
     Agreed(),
-    Ready(ranks=1, sends=True, layers=tuple(("target", layer) for layer in range(4)), bytes_per_page=832),
-    Ready(ranks=1, sends=True, layers=(("target", 0),), bytes_per_page=208),
-    Offer(room=0, generation=1, pages=(1,), tokens=4),
-    Offer(room=0, generation=2, pages=(2**40, 0), tokens=4),
-    Done(room=0, generation=1, nbytes=0, blocks=0, pages=1, layers=(), metadata={}),
+    Ready(ranks=1, sends=True, groups={"main": GroupSummary(layers=LAYERS, bytes_per_page=832)}),
+    Ready(ranks=1, sends=True, groups={"main": GroupSummary(layers=LAYERS[:1], bytes_per_page=208)}),
+    Ready(ranks=1, sends=True, groups={}),
+    Offer(room=0, generation=1, groups=offered(1), tokens=4),
+    Offer(room=0, generation=2, groups=offered(2**40, 0), tokens=8),
+    Offer(room=0, generation=3, groups=offered(1, 2), tokens=4),
+    Offer(room=0, generation=4, groups={"other": GroupOffer(pages=(1,))}, tokens=4),
+    Done(room=0, generation=1, nbytes=0, blocks=0, groups=done(1, ()), metadata={}),
     Aborted(room=0, generation=1, reason=""),
     Accepted(room=0, generation=1),
     Abort(room=0, generation=1, reason=""),
@@ -129,11 +157,11 @@ _SCRIPT = st.lists(st.integers(0, len(_FRAMES) - 1), max_size=12)
 @settings(deadline=None)
 @given(script=_SCRIPT, second=_SCRIPT)
 def test_no_order_of_words_breaks_a_receiver(script: list[int], second: list[int]) -> None:
-    core = ReceiverCore(whole(make_layout()).manifest, Terms("loopback", "x"), 1, FAST, kt.Limits())
+    core = ReceiverCore(Groups.of(whole(make_layout()).manifest), Terms("loopback", "x"), 1, FAST, kt.Limits())
     for index, word in enumerate(script):
         core.receive(b"first", _FRAMES[word], index * 0.01)
         if core.is_ready and 0 not in core.rooms:
-            core.open_room(0, [1], 4, index * 0.01, 1.0)
+            core.open_room(0, offered(1), 4, index * 0.01, 1.0)
         for other in second[index : index + 1]:
             core.receive(b"second", _FRAMES[other], index * 0.01)
         core.tick(index * 0.01)
@@ -153,7 +181,7 @@ def test_no_order_of_words_breaks_a_sender(script: list[int]) -> None:
     engine = LoopbackEngine()
     for entry in memory.manifest.entries:
         engine.register(entry.address, entry.nbytes)
-    core = SenderCore(memory.manifest, engine, FAST, kt.Limits(), 0.0)
+    core = SenderCore(Groups.of(memory.manifest), engine, FAST, kt.Limits(), 0.0)
     for index, word in enumerate(script):
         core.receive(_FRAMES[word], index * 0.01)
         core.tick(index * 0.01)

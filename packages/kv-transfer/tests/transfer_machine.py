@@ -20,7 +20,8 @@ from transfer_pair import Hardware
 from kv_transfer.config import Limits, Timeouts
 from kv_transfer.engines.loopback import LoopbackEngine
 from kv_transfer.errors import PageHeld, SessionStateError, TransferError
-from kv_transfer.messages import Abort, Aborted, Accepted, Done, decode
+from kv_transfer.groups import MAIN, Groups
+from kv_transfer.messages import Abort, Aborted, Accepted, Done, GroupOffer, decode
 from kv_transfer.receiver_core import ReceiverCore
 from kv_transfer.receiver_room import ReceiverRoom
 from kv_transfer.sender_core import SenderCore
@@ -35,6 +36,10 @@ TIMEOUTS = Timeouts(
     handshake=5, offer=5, transfer=20, heartbeat_interval=1, peer_lost_after=4, dead_writer_grace=1, drain=1
 )
 LIMITS = Limits(batches_in_flight=2)
+
+
+def offered(pages: list[int]) -> dict[str, GroupOffer]:
+    return {MAIN: GroupOffer(pages=tuple(pages))}
 
 
 @dataclasses.dataclass
@@ -73,7 +78,7 @@ class Transfers(RuleBasedStateMachine):
         self.memory = whole(self.layout, pages=PAGES)
         self.engine = LoopbackEngine(blocks_per_poll=1, max_entries_per_batch=2)
         self._register(self.engine, self.memory)
-        self.receiver = ReceiverCore(self.memory.manifest, Terms.of(self.engine), STAGES, TIMEOUTS, LIMITS)
+        self.receiver = ReceiverCore(Groups.of(self.memory.manifest), Terms.of(self.engine), STAGES, TIMEOUTS, LIMITS)
         self.free = list(range(1, PAGES))
         self.uses: list[Use] = []
         self.peers: list[Peer] = []
@@ -93,7 +98,7 @@ class Transfers(RuleBasedStateMachine):
         engine = Hardware()
         memory = self.sources[stage]
         self._register(engine, memory)
-        core = SenderCore(memory.manifest, engine, TIMEOUTS, LIMITS, self.now)
+        core = SenderCore(Groups.of(memory.manifest), engine, TIMEOUTS, LIMITS, self.now)
         peer = Peer(f"life{self.lives}".encode(), memory, engine, core)
         self.everyone.append(peer)
         return peer
@@ -180,10 +185,10 @@ class Transfers(RuleBasedStateMachine):
         for use in self.uses:
             if self.receiver.is_ready and room not in self.receiver.rooms and use.pages and not use.returned:
                 with pytest.raises(PageHeld):
-                    self.receiver.open_room(room, use.pages[:1], 1, self.now, TIMEOUTS.transfer)
+                    self.receiver.open_room(room, offered(use.pages[:1]), 1, self.now, TIMEOUTS.transfer)
         pages = [self.free.pop(self.random.randrange(len(self.free))) for _ in range(count)]
         try:
-            opened = self.receiver.open_room(room, pages, count, self.now, TIMEOUTS.transfer)
+            opened = self.receiver.open_room(room, offered(pages), count, self.now, TIMEOUTS.transfer)
         except TransferError:
             self.free.extend(pages)
             return
@@ -381,7 +386,8 @@ class Transfers(RuleBasedStateMachine):
         for use in self.uses:
             if use.room.state is ReceiverState.COMPLETE:
                 assert use.room.result is not None
-                expected = sum(writer.summary.bytes_per_page for writer in use.room.writers.values()) * len(use.pages)
+                expected = sum(writer.summary[MAIN].bytes_per_page for writer in use.room.writers.values())
+                expected *= len(use.pages)
                 assert use.room.result.nbytes == expected
         complete = {use.room.offer.generation for use in self.uses if use.room.state is ReceiverState.COMPLETE}
         open_ends = {generation for _, generation in finished} - {use.room.offer.generation for use in self.uses}

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
+from typing import TypeVar
 
 from kv_transfer.errors import ArgumentError
 
-__all__ = ["check_endpoint", "check_seconds", "check_whole"]
+__all__ = ["check_endpoint", "check_seconds", "check_whole", "check_word"]
+
+_Word = TypeVar("_Word", bound=str)
 
 
 def check_whole(name: str, value: object, most: int) -> int:
@@ -63,5 +67,18 @@ def check_endpoint(value: str) -> str:
             local=value,
             consequence="nobody could be reached",
             remedy="pass Receiver.endpoint",
+        )
+    return value
+
+
+def check_word(name: str, value: _Word, words: Sequence[str]) -> _Word:
+    """The word `value`, one of `words`.
+
+    Raises:
+        ArgumentError: It is none of them.
+    """
+    if value not in words:
+        raise ArgumentError(
+            f"{name}: expected one of {list(words)}, got {value!r}", local=value, consequence="nothing was done"
         )
     return value

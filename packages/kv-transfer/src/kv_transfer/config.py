@@ -55,6 +55,8 @@ class Limits:
     Attributes:
         message_bytes: Longest control message; longer ones are refused unread.
         batches_in_flight: Batches that one session gives to its engine at a time.
+        batch_retries: How often a batch that the engine could not move is given to it again, where the receiver says
+            `on_failed_pages="retry"`.
         remembered_rooms: Ended rooms that a sender remembers, so that a late `open` is told why at once.
         ready_step_bytes: Layers whose bytes become ready one by one are sent together until they are so many bytes:
             smaller transfers cost as much time as this one. A short request goes in one piece.
@@ -62,6 +64,7 @@ class Limits:
 
     message_bytes: int = 16 << 20
     batches_in_flight: int = 4
+    batch_retries: int = 2
     remembered_rooms: int = 4096
     ready_step_bytes: int = 256 << 10
 

@@ -1,36 +1,39 @@
-"""Whether two sides fit: ranks, manifests from the wire, pairwise and whole agreement, refusals in both directions.
+"""Whether two sides fit: ranks, groups from the wire, pairwise and whole agreement, refusals in both directions.
 
-Compares through kv_planner; it knows no sockets and keeps no peers.
+Compares through kv_planner, group by group; it knows no sockets and keeps no peers.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import kv_planner
 
 from kv_transfer.coverage import Layer
-from kv_transfer.errors import PeerRefused, ProtocolError, ProtocolVersionError, UnsupportedLayout
+from kv_transfer.errors import ArgumentError, PeerRefused, ProtocolError, ProtocolVersionError, UnsupportedLayout
 from kv_transfer.faults import is_fault
-from kv_transfer.messages import DifferenceRecord, Refusal, RefusalCode
+from kv_transfer.groups import Group, Groups
+from kv_transfer.messages import DifferenceRecord, GroupManifest, Refusal, RefusalCode
+from kv_transfer.spans import Interleave
+from kv_transfer.summaries import Summaries, is_empty, kept_by_all
 
 __all__ = [
     "Rank",
-    "RouteSummary",
     "agree_pair",
     "agree_whole",
     "as_refusal",
     "check_expected",
+    "check_interleave",
     "check_movable",
     "check_side",
-    "has_states",
-    "kept_by_all",
-    "parse_manifest",
+    "parse_groups",
     "refusal_error",
     "refusal_message",
 ]
+
+_Here = Literal["prefill", "decode"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -45,7 +48,11 @@ class Rank:
     @classmethod
     def of(cls, manifest: kv_planner.RankManifest) -> Rank:
         """The rank in a manifest's placement."""
-        place = manifest.placement
+        return cls.at(manifest.placement)
+
+    @classmethod
+    def at(cls, place: kv_planner.Placement) -> Rank:
+        """The rank of a placement."""
         return cls(place.pp_rank, place.tp_rank, place.dcp_rank, place.dp_rank)
 
     @property
@@ -60,149 +67,120 @@ class Rank:
         return text + (f" dp{self.dp}" if self.dp else "")
 
 
-def kept_by_all(component: kv_planner.Component, part: kv_planner.Part) -> bool:
-    """Whether every context-parallel rank keeps all pages of a component, under the group's page numbers."""
-    return part == "draft" or component in ("index_key", "index_scale")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RouteSummary:
-    """What one rank has to deliver for one page, and for one request.
-
-    Attributes:
-        layers: Layers with pages, in the order of the route, each once.
-        bytes_per_page: Over all layers and components.
-        states: Layers with a row a request.
-        bytes_per_request: Bytes of those rows.
-        bytes_kept_by_all: The part of `bytes_per_page` that each of several context-parallel ranks gets of every page.
-    """
-
-    layers: tuple[Layer, ...]
-    bytes_per_page: int
-    states: tuple[Layer, ...] = ()
-    bytes_per_request: int = 0
-    bytes_kept_by_all: int = 0
-
-    @classmethod
-    def of(cls, route: kv_planner.Route) -> RouteSummary:
-        """Adds up the pairs of a route."""
-        found = []
-        for kind in ("page", "request_row"):
-            pairs = [pair for pair in route.pairs if pair.item_kind == kind]
-            layers = tuple(dict.fromkeys((pair.part, pair.layer_id) for pair in pairs))
-            found.append((layers, sum(pair.rows * pair.row_bytes for pair in pairs)))
-        shared = route.destination.placement.dcp_size > 1
-        pages = [pair for pair in route.pairs if pair.item_kind == "page"]
-        whole = sum(pair.rows * pair.row_bytes for pair in pages if shared and kept_by_all(pair.component, pair.part))
-        return cls(*found[0], *found[1], whole)
-
-    def nbytes(self, pages: int, own: int) -> int:
-        """Bytes of a request of `pages` pages, of which `own` are this decode rank's share."""
-        shared = self.bytes_per_page - self.bytes_kept_by_all
-        return shared * own + self.bytes_kept_by_all * pages + self.bytes_per_request
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to send."""
-        return not (self.layers or self.states)
-
-
-def has_states(manifest: kv_planner.RankManifest, parts: Iterable[kv_planner.Part]) -> bool:
-    """Whether a rank keeps a row a request in a component of `parts`."""
-    wanted, layout = set(parts), manifest.layout
-    return any(
-        entry.part in wanted and layout.spec(entry.component, entry.part).item_kind == "request_row"
-        for entry in manifest.entries
-    )
-
-
-def check_movable(manifest: kv_planner.RankManifest, parts: Iterable[kv_planner.Part]) -> None:
+def check_movable(groups: Groups, parts: Iterable[kv_planner.Part]) -> None:
     """Refuses what is not moved.
 
     Raises:
         UnsupportedLayout: A component of `parts` has items that are neither pages nor request rows, or heads that do
             not split over the ranks.
     """
-    wanted = set(parts)
-    for spec in manifest.layout.components:
-        if spec.part in wanted and spec.item_kind not in ("page", "request_row"):
-            raise UnsupportedLayout(
-                f"{spec.part} {spec.component}: its items are {spec.item_kind!r}, only pages and rows are moved",
-                local=spec.item_kind,
-                consequence="it would be missing at the peer",
-                remedy="leave the component out of the layout, or move it by other means",
-            )
-        if spec.part in wanted:
-            place = manifest.placement
+    wanted, place = set(parts), groups.placement
+    for group in groups:
+        for spec in group.manifest.layout.components:
+            name = f"{groups.label(group.name)}{spec.part} {spec.component}"
+            if spec.part not in wanted:
+                continue
+            if spec.item_kind not in ("page", "request_row"):
+                raise UnsupportedLayout(
+                    f"{name}: its items are {spec.item_kind!r}, only pages and rows are moved",
+                    local=spec.item_kind,
+                    consequence="it would be missing at the peer",
+                    remedy="leave the component out of the layout, or move it by other means",
+                )
             try:
                 kv_planner.split_heads(spec.total_heads, tp_rank=place.tp_rank, tp_size=place.tp_size)
             except kv_planner.PlanError as error:
                 raise UnsupportedLayout(
-                    f"{spec.part} {spec.component}: {error}", local=f"{spec.total_heads} heads, tp {place.tp_size}"
+                    f"{name}: {error}", local=f"{spec.total_heads} heads, tp {place.tp_size}"
                 ) from error
 
 
-def parse_manifest(text: str, parts: Iterable[kv_planner.Part]) -> kv_planner.RankManifest:
-    """A manifest from the wire, of which `parts` are to be moved.
+def check_interleave(routes: Mapping[str, kv_planner.Route], interleave: Interleave) -> None:
+    """Refuses routes whose tokens are to be dealt out and cannot be.
 
     Raises:
-        PeerRefused: It is malformed, or of a kind that is not moved.
+        PeerRefused: A component that is shared by token lies in pages that do not hold their tokens evenly.
+    """
+    for name, route in routes.items():
+        if interleave == "page" or route.destination.placement.dcp_size == 1:
+            continue
+        try:
+            for component, part in dict.fromkeys((pair.component, pair.part) for pair in route.pairs):
+                if not kept_by_all(component, part):
+                    route.slice(components=[component], parts=[part], item_kinds=["page"]).by_token()
+        except kv_planner.PlanError as error:
+            raise PeerRefused(
+                f"group {name!r}: tokens cannot be dealt out to context-parallel ranks: {error}",
+                code=RefusalCode.UNSUPPORTED.value,
+                remedy="use Receiver(interleave='page')",
+            ) from error
+
+
+def parse_groups(words: Mapping[str, GroupManifest], parts: Iterable[kv_planner.Part]) -> Groups:
+    """Groups from the wire, of which `parts` are to be moved.
+
+    Raises:
+        PeerRefused: They are malformed, or of a kind that is not moved.
     """
     try:
-        manifest = kv_planner.RankManifest.from_json(text)
+        groups = Groups(
+            Group(name, kv_planner.RankManifest.from_json(own.manifest), own.window) for name, own in words.items()
+        )
+    except ArgumentError as error:
+        raise PeerRefused(f"the groups are malformed: {error}", code=RefusalCode.MALFORMED.value) from error
     except ValueError as error:
         raise PeerRefused(f"the manifest is malformed: {error}", code=RefusalCode.MALFORMED.value) from error
     try:
-        check_movable(manifest, parts)
+        check_movable(groups, parts)
     except UnsupportedLayout as error:
         raise PeerRefused(str(error), code=RefusalCode.UNSUPPORTED.value) from error
-    return manifest
+    return groups
 
 
 def agree_pair(
-    prefill: kv_planner.RankManifest,
-    decode: kv_planner.RankManifest,
-    parts: Sequence[kv_planner.Part],
-    *,
-    here: Literal["prefill", "decode"],
-) -> kv_planner.Agreement:
-    """Agreement of two ranks on `parts`; `here` is this side.
+    prefill: Groups, decode: Groups, parts: Sequence[kv_planner.Part], *, here: _Here
+) -> dict[str, kv_planner.Agreement]:
+    """Agreements of two ranks on `parts`, by group; `here` is this side.
 
     Raises:
         PeerRefused: With every difference, seen from here; a rank that lacks what its placement says is one.
     """
-    return _agree(prefill, decode, parts, here)
+    return _agree({group.name: (group, group.manifest) for group in prefill}, decode, parts, here)
 
 
 def agree_whole(
-    decode: kv_planner.RankManifest,
-    prefill: Sequence[kv_planner.RankManifest],
-    parts: Sequence[kv_planner.Part],
-) -> kv_planner.Agreement:
-    """Agreement of a receiver with its whole prefill side, source = prefill.
+    decode: Groups, prefill: Sequence[Groups], parts: Sequence[kv_planner.Part]
+) -> dict[str, kv_planner.Agreement]:
+    """Agreements of a receiver with its whole prefill side, source = prefill.
+
+    Every rank has agreed by itself before, so that all have the receiver's groups.
 
     Raises:
         PeerRefused: A rank is missing or double, or the layouts differ.
     """
-    try:
-        deployment = kv_planner.Deployment([_alone(manifest) for manifest in prefill])
-    except kv_planner.LayoutMismatch as error:
-        raise _mismatch(error) from error
-    except kv_planner.PlanError as error:
-        ranks = ", ".join(str(Rank.of(manifest)) for manifest in prefill)
-        raise PeerRefused(
-            f"the prefill side of ranks {ranks} is not whole: {error}", code=RefusalCode.DEPLOYMENT.value
-        ) from error
-    return _agree(deployment, decode, parts, "decode")
+    sides: dict[str, tuple[Group, kv_planner.Deployment]] = {}
+    for group in decode:
+        try:
+            own = kv_planner.Deployment([_alone(rank[group.name].manifest) for rank in prefill])
+        except kv_planner.LayoutMismatch as error:
+            raise _refusal(_records(error, group.name, len(decode)), "prefill") from error
+        except kv_planner.PlanError as error:
+            ranks = ", ".join(str(Rank.at(rank.placement)) for rank in prefill)
+            raise PeerRefused(
+                f"the prefill side of ranks {ranks} is not whole: {decode.label(group.name)}{error}",
+                code=RefusalCode.DEPLOYMENT.value,
+            ) from error
+        sides[group.name] = (group, own)
+    return _agree(sides, decode, parts, "decode")
 
 
-def check_side(manifest: kv_planner.RankManifest, prefill_ranks: int, dp_rank: int) -> None:
+def check_side(place: kv_planner.Placement, prefill_ranks: int, dp_rank: int) -> None:
     """Compares the size of a rank's side with what the receiver waits for.
 
     Raises:
         PeerRefused: Another number of ranks, another data-parallel group, or shares of requests.
     """
-    rank, place = Rank.of(manifest), manifest.placement
+    rank = Rank.at(place)
     if place.dp_rank != dp_rank:
         raise PeerRefused(
             f"dp_rank: rank {rank} is of data-parallel group {place.dp_rank} of {place.dp_size}, this receiver serves "
@@ -227,7 +205,7 @@ def check_side(manifest: kv_planner.RankManifest, prefill_ranks: int, dp_rank: i
         )
 
 
-def check_expected(rank: Rank, own: RouteSummary, expected: RouteSummary) -> None:
+def check_expected(rank: Rank, own: Summaries, expected: Summaries) -> None:
     """Compares what `rank` would send, seen from itself, with what the receiver of the whole side waits for.
 
     A rank of which nothing is awaited fits: it is offered no pages.
@@ -235,16 +213,20 @@ def check_expected(rank: Rank, own: RouteSummary, expected: RouteSummary) -> Non
     Raises:
         PeerRefused: They differ; both values are named.
     """
-    pairs = [
-        ("layers", _names(own.layers), _names(expected.layers)),
-        ("bytes per page", str(own.bytes_per_page), str(expected.bytes_per_page)),
-        ("layers with states", _names(own.states), _names(expected.states)),
-        ("bytes of states per request", str(own.bytes_per_request), str(expected.bytes_per_request)),
-    ]
-    if not expected.is_empty and any(local != remote for _, local, remote in pairs):
-        records = [
+    if own.keys() != expected.keys():
+        raise ProtocolError(f"ready for groups {sorted(expected)}, agreed were {sorted(own)}")
+    records = []
+    for name, mine in own.items() if not is_empty(expected) else ():
+        theirs = expected[name]
+        pairs = [
+            ("layers", _names(mine.layers), _names(theirs.layers)),
+            ("bytes per page", str(mine.bytes_per_page), str(theirs.bytes_per_page)),
+            ("layers with states", _names(mine.states), _names(theirs.states)),
+            ("bytes of states per request", str(mine.bytes_per_request), str(theirs.bytes_per_request)),
+        ]
+        records += [
             DifferenceRecord(
-                field=f"{what} that rank {rank} sends",
+                field=f"{_prefix(name, len(own))}{what} that rank {rank} sends",
                 local=_clip(local),
                 remote=_clip(remote),
                 consequence="every room would end as a failure",
@@ -253,6 +235,7 @@ def check_expected(rank: Rank, own: RouteSummary, expected: RouteSummary) -> Non
             for what, local, remote in pairs
             if local != remote
         ]
+    if records:
         raise PeerRefused(
             f"rank {rank} and the receiver of the whole prefill side disagree about what the rank sends",
             code=RefusalCode.LAYOUT.value,
@@ -312,38 +295,76 @@ def _alone(manifest: kv_planner.RankManifest) -> kv_planner.RankManifest:
 
 
 def _agree(
-    prefill: kv_planner.RankManifest | kv_planner.Deployment,
-    decode: kv_planner.RankManifest,
+    prefill: Mapping[str, tuple[Group, kv_planner.RankManifest | kv_planner.Deployment]],
+    decode: Groups,
     parts: Sequence[kv_planner.Part],
-    here: Literal["prefill", "decode"],
-) -> kv_planner.Agreement:
+    here: _Here,
+) -> dict[str, kv_planner.Agreement]:
     # Always from prefill to decode: one prefill rank can send to several that share a request, and not the other way.
-    try:
-        if isinstance(prefill, kv_planner.RankManifest):
-            prefill = _alone(prefill)
-        return kv_planner.agree(prefill, _alone(decode), parts=parts)
-    except kv_planner.LayoutMismatch as error:
-        raise _mismatch(error, turned=here == "decode") from error
-    except kv_planner.PlanError as error:
-        raise PeerRefused(f"the two sides cannot be paired: {error}", code=RefusalCode.LAYOUT.value) from error
+    found: dict[str, kv_planner.Agreement] = {}
+    records: list[DifferenceRecord] = []
+    for name in sorted({*prefill, *decode.names}):
+        there = decode.get(name)
+        if name not in prefill or there is None:
+            mine, theirs = ("absent", "present") if there is not None else ("present", "absent")
+            records.append(_record(f"group {name!r}", mine, theirs, _MISSING, _ADD))
+            continue
+        own, side = prefill[name]
+        if own.window != there.window:
+            records.append(_record(f"group {name!r}.window", _tokens(own), _tokens(there), _WINDOW, _SAME))
+        if isinstance(side, kv_planner.RankManifest):
+            side = _alone(side)
+        try:
+            found[name] = kv_planner.agree(side, _alone(there.manifest), parts=parts)
+        except kv_planner.LayoutMismatch as error:
+            records += _records(error, name, max(len(decode), len(prefill)))
+        except kv_planner.PlanError as error:
+            raise PeerRefused(
+                f"the two sides cannot be paired: {decode.label(name)}{error}", code=RefusalCode.LAYOUT.value
+            ) from error
+    if records:
+        raise _refusal(records, here)
+    return found
 
 
-def _mismatch(error: kv_planner.LayoutMismatch, *, turned: bool = False) -> PeerRefused:
-    records = tuple(
-        DifferenceRecord(
-            field=_clip(str(difference.field)),
-            local=_clip(str(difference.local)),
-            remote=_clip(str(difference.remote)),
-            consequence=_clip(str(difference.consequence)),
-            remedy=_clip(str(difference.remedy)),
+_MISSING = "one side has pages that the other neither sends nor fills"
+_ADD = "give Sender and Receiver manifests of the same groups"
+_WINDOW = "pages would be sent that are not expected, or expected and never filled"
+_SAME = "give Sender and Receiver the same windows"
+
+
+def _tokens(group: Group) -> str:
+    return f"{group.window} tokens" if group.window is not None else "none"
+
+
+def _record(field: str, local: str, remote: str, consequence: str, remedy: str) -> DifferenceRecord:
+    return DifferenceRecord(field=field, local=local, remote=remote, consequence=consequence, remedy=remedy)
+
+
+def _records(error: kv_planner.LayoutMismatch, name: str, groups: int) -> list[DifferenceRecord]:
+    """The planner's differences of one group, local = prefill."""
+    return [
+        _record(
+            _clip(_prefix(name, groups) + str(difference.field)),
+            _clip(str(difference.local)),
+            _clip(str(difference.remote)),
+            _clip(str(difference.consequence)),
+            _clip(str(difference.remedy)),
         )
         for difference in error.differences
-    )
+    ]
+
+
+def _refusal(records: Sequence[DifferenceRecord], here: _Here) -> PeerRefused:
     return PeerRefused(
         f"the layouts or buffers of the two sides do not fit ({len(records)} difference{'s' * (len(records) > 1)})",
         code=RefusalCode.LAYOUT.value,
-        differences=tuple(record.swapped() for record in records) if turned else records,
+        differences=tuple(record.swapped() for record in records) if here == "decode" else tuple(records),
     )
+
+
+def _prefix(name: str, groups: int) -> str:
+    return f"group {name!r}: " if groups > 1 else ""
 
 
 def _names(layers: Iterable[Layer]) -> str:

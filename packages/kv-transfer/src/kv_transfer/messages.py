@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import json
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeAlias, TypeVar
 
 import kv_planner
 import pydantic
@@ -26,10 +26,15 @@ __all__ = [
     "Bye",
     "DifferenceRecord",
     "Done",
+    "GroupDone",
+    "GroupManifest",
+    "GroupOffer",
+    "GroupSummary",
     "Heartbeat",
     "Hello",
     "Message",
     "Offer",
+    "Policy",
     "Ready",
     "Refusal",
     "RefusalCode",
@@ -52,6 +57,11 @@ _Process = Annotated[str, StringConstraints(max_length=256)]
 _Layers = Annotated[tuple[tuple[Literal["target", "draft"], _Count], ...], Field(strict=False)]
 _Aux = Annotated[tuple[tuple[_Name, kv_planner.DType, _Width], ...], Field(strict=False, max_length=1024)]
 _Parts = Annotated[tuple[Literal["target", "draft"], ...], Field(strict=False, min_length=1, max_length=2)]
+_Group = TypeVar("_Group")
+_Groups = Annotated[dict[_Name, _Group], Field(max_length=64)]
+
+Policy: TypeAlias = Literal["fail", "retry", "recompute"]
+"""What follows from pages that an engine could not move: the end of the room, another try, or a report of them."""
 
 
 def _finite(metadata: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -103,13 +113,76 @@ class DifferenceRecord(BaseModel):
         return self.model_copy(update={"local": self.remote, "remote": self.local})
 
 
+class _Data(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class GroupManifest(_Data):
+    """What a rank owns of one group.
+
+    Attributes:
+        manifest: A `kv_planner.RankManifest` as JSON.
+        window: Tokens before the end of the prompt that are sent; None: all.
+    """
+
+    manifest: str
+    window: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
+
+
+class GroupSummary(_Data):
+    """What a receiver waits for from one rank in one group.
+
+    Attributes:
+        layers: Layers with pages: (part, layer id).
+        bytes_per_page: Bytes of them for one page, over all layers and components.
+        states: Layers of which it waits for a row a request.
+        bytes_per_request: Bytes of those rows.
+    """
+
+    layers: _Layers = ()
+    bytes_per_page: _Count = 0
+    states: _Layers = ()
+    bytes_per_request: _Count = 0
+
+
+class GroupOffer(_Data):
+    """Pages of one group for a room: page first_page + i of the request belongs into pages[i].
+
+    Where context-parallel ranks share a request, page first_page + i belongs into pages[i // size] of rank i % size, or
+    token t behind the first page's first one into rank t % size, as its token t // size.
+
+    Attributes:
+        row: Where its states belong; None where the group has none.
+    """
+
+    pages: tuple[_Count, ...] = Field(strict=False)
+    first_page: _Count = 0
+    row: _Count | None = None
+
+
+class GroupDone(_Data):
+    """What a rank sent of one group.
+
+    Attributes:
+        pages: Pages of the request from the first offered one on.
+        failed: Of them, those whose bytes are undefined: (first, behind the last), counted within the request.
+        states_failed: Whether the bytes of the states are.
+    """
+
+    pages: _Count
+    layers: tuple[tuple[_Name, _Count], ...] = Field(strict=False)
+    states: tuple[tuple[_Name, _Count], ...] = Field(default=(), strict=False)
+    failed: tuple[tuple[_Count, _Count], ...] = Field(default=(), strict=False)
+    states_failed: bool = False
+
+
 class Hello(_Message):
     """Sender's first word: who it is and what it owns.
 
     Attributes:
         engine: Name of its engine.
         session: Session of its engine.
-        manifest: A `kv_planner.RankManifest` as JSON.
+        groups: What it owns, by group.
         process: The process that its engine cannot leave; empty when it reaches others.
         parts: Parts of the model that it sends.
         aux: Auxiliary rows of a request: (name, dtype, width).
@@ -118,23 +191,28 @@ class Hello(_Message):
     type: Literal["hello"] = "hello"
     engine: _Name
     session: _Session
-    manifest: str
+    groups: _Groups[GroupManifest]
     process: _Process = ""
     parts: _Parts = ("target", "draft")
     aux: _Aux = ()
 
 
 class Welcome(_Message):
-    """Receiver's answer to a hello that it agrees with; what it says of itself is as in `Hello`."""
+    """Receiver's answer to a hello that it agrees with; what it says of itself is as in `Hello`.
+
+    Attributes:
+        interleave: How context-parallel ranks of its side share a request.
+    """
 
     type: Literal["welcome"] = "welcome"
     engine: _Name
     session: _Session
-    manifest: str
+    groups: _Groups[GroupManifest]
     incarnation: _Generation
     process: _Process = ""
     parts: _Parts = ("target", "draft")
     aux: _Aux = ()
+    interleave: Literal["page", "token"] = "page"
 
 
 class Agreed(_Message):
@@ -158,45 +236,38 @@ class Ready(_Message):
     Attributes:
         ranks: How many there are.
         sends: Whether this one has anything to send.
-        layers: What the receiver waits for from this one: (part, layer id).
-        bytes_per_page: Bytes of it for one page, over all layers and components.
-        states: Layers of which it waits for a row a request.
-        bytes_per_request: Bytes of those rows.
+        groups: What the receiver waits for from this one, by group.
     """
 
     type: Literal["ready"] = "ready"
     ranks: _Count
     sends: bool
-    layers: _Layers
-    bytes_per_page: _Count
-    states: _Layers = ()
-    bytes_per_request: _Count = 0
+    groups: _Groups[GroupSummary]
 
 
 class Offer(_Message):
-    """Receiver's pages of a room; page first_page + i of the request belongs into pages[i].
-
-    Where context-parallel ranks share a request, page first_page + i belongs into pages[i // size] of rank i % size.
+    """Receiver's pages of a room.
 
     Attributes:
-        row: Where its states belong; None where the layout has none.
+        tokens: Of the whole prompt.
+        groups: Its pages and rows, by group.
+        on_failed_pages: What the sender does about pages that its engine could not move.
     """
 
     type: Literal["offer"] = "offer"
     room: _Count
     generation: _Generation
-    pages: tuple[_Count, ...] = Field(strict=False)
     tokens: _Count
-    first_page: _Count = 0
-    row: _Count | None = None
+    groups: _Groups[GroupOffer]
+    on_failed_pages: Policy = "fail"
 
 
 class Done(_Message):
-    """Sender's good end of a room: nothing more is written, and everything was.
+    """Sender's good end of a room: nothing more is written, and everything was, but for failed pages that it names.
 
     Attributes:
-        nbytes: Bytes of pages and states.
-        pages: Pages of the request from the first offered one on.
+        nbytes: Bytes of pages and states that arrived.
+        groups: What was sent, by group.
         rows: Auxiliary rows in base64; empty on a rank that has none.
     """
 
@@ -205,9 +276,7 @@ class Done(_Message):
     generation: _Generation
     nbytes: _Count
     blocks: _Count
-    pages: _Count
-    layers: tuple[tuple[_Name, _Count], ...] = Field(strict=False)
-    states: tuple[tuple[_Name, _Count], ...] = Field(default=(), strict=False)
+    groups: _Groups[GroupDone]
     metadata: Annotated[dict[str, JsonValue], AfterValidator(_finite)]
     rows: dict[_Name, str] = {}
 

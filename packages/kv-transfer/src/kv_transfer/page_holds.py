@@ -6,10 +6,16 @@ Counts no references and knows no pool: allocating pages is the caller's.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal, TypeAlias
 
 from kv_transfer.errors import PageHeld
+from kv_transfer.groups import MAIN
+from kv_transfer.messages import Offer
 
-__all__ = ["PageHolds"]
+__all__ = ["PageHolds", "Thing", "things_of"]
+
+Thing: TypeAlias = tuple[str, Literal["page", "row"], int]
+"""A page or row of a group."""
 
 
 class PageHolds:
@@ -20,20 +26,22 @@ class PageHolds:
 
     def __init__(self) -> None:
         """Nothing is held."""
-        self._rooms: dict[tuple[str, int], str] = {}
+        self._rooms: dict[Thing, str] = {}
 
-    def take(self, room: str, pages: Iterable[int], rows: Iterable[int] = ()) -> None:
+    def take(self, room: str, things: Iterable[Thing]) -> None:
         """Gives all pages and rows to `room`, or none.
 
         Raises:
             PageHeld: A room holds one of them; the first is named.
         """
-        wanted = _things(pages, rows)
-        for kind, number in wanted:
-            holder = self._rooms.get((kind, number))
+        wanted = tuple(things)
+        for thing in wanted:
+            group, kind, number = thing
+            holder = self._rooms.get(thing)
             if holder is not None:
+                of = f" of group {group!r}" if group != MAIN else ""
                 raise PageHeld(
-                    f"destination_{kind}{'s' * (kind == 'page')}: {kind} {number} is held by {holder}",
+                    f"destination_{kind}{'s' * (kind == 'page')}: {kind} {number}{of} is held by {holder}",
                     page=number,
                     holder=holder,
                     consequence=f"writers of both rooms could write into it; {room} was not opened",
@@ -41,11 +49,16 @@ class PageHolds:
                 )
         self._rooms.update(dict.fromkeys(wanted, room))
 
-    def give(self, pages: Iterable[int], rows: Iterable[int] = ()) -> None:
+    def give(self, things: Iterable[Thing]) -> None:
         """Frees what a room held that has ended."""
-        for thing in _things(pages, rows):
+        for thing in things:
             del self._rooms[thing]
 
 
-def _things(pages: Iterable[int], rows: Iterable[int]) -> tuple[tuple[str, int], ...]:
-    return (*(("page", page) for page in pages), *(("row", row) for row in rows))
+def things_of(offer: Offer) -> tuple[Thing, ...]:
+    """All pages and rows of an offer."""
+    found: list[Thing] = []
+    for name, own in offer.groups.items():
+        found += [(name, "page", page) for page in own.pages]
+        found += [(name, "row", own.row)] if own.row is not None else []
+    return tuple(found)

@@ -7,34 +7,37 @@ Thin and thread-safe: what happens is decided in `ReceiverCore` and `ReceiverRoo
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import TracebackType
+from typing import get_args
 
 import kv_planner
-import numpy as np
-import numpy.typing as npt
 import zmq
 
-from kv_transfer.arguments import check_seconds, check_whole
+from kv_transfer.arguments import check_seconds, check_whole, check_word
 from kv_transfer.aux_rows import AuxField, check_fields
 from kv_transfer.config import Limits, Timeouts
 from kv_transfer.engine import TransferEngine
 from kv_transfer.engine_check import require_engine
 from kv_transfer.errors import (
-    ArgumentError,
     PeerRefused,
     SessionStateError,
     TransferAborted,
     TransferError,
     TransferTimeout,
 )
-from kv_transfer.handshake import Rank, check_movable, has_states
+from kv_transfer.groups import Groups, Manifests
+from kv_transfer.handshake import Rank, check_movable
 from kv_transfer.loop import Endpoint
+from kv_transfer.messages import Policy
+from kv_transfer.offers import Rows, make_offers, request_spans
 from kv_transfer.receiver_core import ReceiverCore
 from kv_transfer.receiver_room import ReceiverRoom
 from kv_transfer.receiver_session import ReceiverSession
-from kv_transfer.regions import register_manifest
+from kv_transfer.regions import register_manifests
+from kv_transfer.room_planner import PageLists
 from kv_transfer.secret import check_secret, seal_receiver
+from kv_transfer.spans import Interleave, Span
 from kv_transfer.terms import ALL_PARTS, Terms, check_parts
 
 __all__ = ["Receiver"]
@@ -44,11 +47,18 @@ class Receiver(Endpoint):
     """Takes what the prefill ranks send to one decode rank.
 
     Args:
-        manifest: What this rank owns; its memory is registered with the engine until `close`.
+        manifest: What this rank owns, one manifest or one for each group of pages (full attention, sliding window,
+            compressed pools, kinds of states); its memory is registered with the engine until `close`.
         engine: Through which the ranks write; it stays the caller's and is not closed here.
         bind: ZeroMQ address; loopback and a free port by default. A taken port is an error.
         prefill_ranks: How many distinct prefill ranks there are, in one data-parallel group.
         prefill_dp_rank: Which data-parallel group of the prefill side sends; each has receivers of its own.
+        windows: Tokens of the window of each group that has one: of its pages, only those of the prompt's last tokens
+            are sent. The senders must say the same.
+        interleave: How context-parallel ranks of this side share a request: whole pages in turn, or tokens in turn.
+        on_failed_pages: What follows when an engine could not move a batch: "fail" ends the room; "retry" lets the
+            sender try again up to its `Limits.batch_retries` times, and ends the room then; "recompute" completes it
+            and reports pages and tokens in `TransferResult.failed_pages` and `recompute`.
         parts: Parts of the model to receive; the senders must say the same. Memory of other parts is not registered.
         aux: Auxiliary rows of a request (first token, log-probabilities, hidden states) that a sender brings with its
             last message; the senders must say the same.
@@ -58,7 +68,8 @@ class Receiver(Endpoint):
             heard. None: in the clear, for networks where everybody is trusted.
 
     Raises:
-        ArgumentError: The secret is too short, or two auxiliary rows have one name.
+        ArgumentError: The secret is too short, two auxiliary rows have one name, the groups and windows do not fit
+            together, or `interleave` or `on_failed_pages` is none of its words.
         ValueError: The address cannot be bound, or there are no prefill ranks or parts.
         UnsupportedLayout: A component is organised neither in pages nor in request rows.
         EngineError: The engine refused the memory, or is none of this version.
@@ -66,12 +77,15 @@ class Receiver(Endpoint):
 
     def __init__(
         self,
-        manifest: kv_planner.RankManifest,
+        manifest: Manifests,
         engine: TransferEngine,
         *,
         bind: str = "tcp://127.0.0.1:0",
         prefill_ranks: int,
         prefill_dp_rank: int = 0,
+        windows: Mapping[str, int] | None = None,
+        interleave: Interleave = "page",
+        on_failed_pages: Policy = "fail",
         parts: Iterable[kv_planner.Part] = ALL_PARTS,
         aux: Iterable[AuxField] = (),
         timeouts: Timeouts | None = None,
@@ -86,14 +100,18 @@ class Receiver(Endpoint):
         require_engine(engine)
         self._parts = check_parts(parts)
         fields = check_fields(aux)
-        check_movable(manifest, self._parts)
-        self._has_states = has_states(manifest, self._parts)
-        regions = register_manifest(engine, manifest, self._parts)
+        check_word("interleave", interleave, get_args(Interleave))
+        self._policy = check_word("on_failed_pages", on_failed_pages, get_args(Policy))
+        groups = Groups.of(manifest, windows)
+        check_movable(groups, self._parts)
+        regions = register_manifests(engine, [own.manifest for own in groups], self._parts)
         terms = Terms.of(engine, self._parts, fields)  # after the memory, which a session may name
-        super().__init__(f"kv-transfer-receiver-{Rank.of(manifest)}", timeouts or Timeouts(), limits or Limits())
-        self._manifest = manifest
+        super().__init__(
+            f"kv-transfer-receiver-{Rank.at(groups.placement)}", timeouts or Timeouts(), limits or Limits()
+        )
+        self._groups = groups
         self._engine = engine
-        self._core = ReceiverCore(manifest, terms, prefill_ranks, self._timeouts, self._limits, group)
+        self._core = ReceiverCore(groups, terms, prefill_ranks, self._timeouts, self._limits, group, interleave)
         self._regions = regions
         context, control = self._open_socket(zmq.ROUTER)
         control.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -182,29 +200,32 @@ class Receiver(Endpoint):
     def open(
         self,
         room: int,
-        destination_pages: npt.ArrayLike,
+        destination_pages: PageLists,
         *,
         tokens: int | None = None,
-        first_page: int = 0,
-        row: int | None = None,
+        first_page: int | Mapping[str, int] = 0,
+        row: Rows = None,
         timeout: float | None = None,
     ) -> ReceiverSession:
         """Offers pages for a request to all prefill ranks that have something to send.
 
         Args:
             room: Number of the request, 0 included; free again when the session's pages are released.
-            destination_pages: Page ids of this rank's pool, in the order of the request. Shape: [n]; dtype int32 or
-                int64.
-            tokens: Tokens of the whole prompt; when given, its pages from `first_page` on must be exactly these.
+            destination_pages: Page ids of this rank's pool, in the order of the request; a list for each group, by
+                name, where several have pages: `spans` says how many, and from which page on. Shape: [n]; dtype int32
+                or int64.
+            tokens: Tokens of the whole prompt; when given, its pages from `first_page` on must be exactly these. Needed
+                with several groups, windows or context-parallel ranks.
             first_page: Index of the first of these pages within the request: the pages before it are here already, by a
-                prefix hit. It travels in the offer; the sender's `start` counts from the prompt's first page.
-            row: Row of this rank's pool for the states of the request; needed where the layout has components with a
-                row a request, and only there.
+                prefix hit. It travels in the offer; the sender's `start` counts from the prompt's first page. A number,
+                or one for each group; a group with a window begins later when the window does.
+            row: Row of this rank's pool for the states of the request, or one for each group; needed where a layout has
+                components with a row a request, and only there.
             timeout: Seconds until the room is given up; `Timeouts.transfer` by default.
 
         Raises:
             ArgumentError: `room`, `tokens`, `first_page`, `row` or `timeout` is no number of its kind or out of range;
-                or `tokens` is not given to one of several context-parallel ranks.
+                a group is unknown; or one list or number cannot stand for all groups.
             PageHeld: Another room holds one of the pages, or a writer of a room that has ended.
             kv_planner.PlanError: Reserved, negative or doubled pages.
             ValueError: Pages outside the pool, or not as many as the tokens need.
@@ -212,21 +233,26 @@ class Receiver(Endpoint):
             SessionStateError: Not ready, or the room is in use.
         """
         room = check_whole("room", room, 2**63 - 1)
-        first_page = check_whole("first_page", first_page, 2**31 - 1)
-        tokens = None if tokens is None else check_whole("tokens", tokens, 2**63 - 1)
+        given = None if tokens is None else check_whole("tokens", tokens, 2**63 - 1)
         seconds = self._timeouts.transfer if timeout is None else check_seconds("timeout", timeout)
-        pages = np.asarray(destination_pages)
-        if pages.size == 0:
-            pages = pages.astype(np.int64)
-        kv_planner.Runs(pages, pages)
-        row = self._check_row(row)
-        self._check_pages(pages, tokens, first_page)
-        count = (first_page + len(pages)) * self._manifest.layout.page_size if tokens is None else tokens
+        count, offers = make_offers(self._groups, self._parts, destination_pages, given, first_page, row)
         with self.lock:
             self._require_running()
-            opened = self._core.open_room(room, pages.tolist(), count, time.monotonic(), seconds, first_page, row)
+            opened = self._core.open_room(room, offers, count, time.monotonic(), seconds, self._policy)
             self.wake()
         return ReceiverSession(self, opened, self._abort)
+
+    def spans(self, tokens: int, first_page: int | Mapping[str, int] = 0) -> Mapping[str, Span]:
+        """Which pages of a request each group is sent, for `open`: `Span.places` of them from page `Span.first` on.
+
+        Args:
+            tokens: Of the whole prompt.
+            first_page: As for `open`.
+
+        Raises:
+            ArgumentError: No such number or group.
+        """
+        return request_spans(self._groups, check_whole("tokens", tokens, 2**63 - 1), first_page)
 
     def reject(self, room: int, reason: str) -> None:
         """Refuses a room that is not open here: `Sender.open` then raises at once instead of waiting for an offer.
@@ -281,70 +307,6 @@ class Receiver(Endpoint):
             error = TransferAborted(f"{room.name} was aborted here: {reason}", reason=reason, by="local")
             self._core.fail_room(room, error)
             self.wake()
-
-    def _check_row(self, row: int | None) -> int | None:
-        if (row is None) is self._has_states:
-            raise ArgumentError(
-                f"row: the layout has {'components' if self._has_states else 'no component'} with a row a request, "
-                f"got {row!r}",
-                local=row,
-                consequence="the states of the request would be missing" if self._has_states else "nothing was offered",
-                remedy="give the row of the request in this rank's pool, where the layout has states and only there",
-            )
-        if row is None:
-            return None
-        row = check_whole("row", row, self._items("request_row") - 1)
-        kv_planner.Runs([row], [row], item_kind="request_row")
-        return row
-
-    def _items(self, kind: kv_planner.ItemKind) -> int:
-        """Items that every buffer of a kind has; 0 without one."""
-        layout = self._manifest.layout
-        found = (
-            entry.items
-            for entry in self._manifest.entries
-            if entry.part in self._parts
-            and entry.item_bytes
-            and layout.spec(entry.component, entry.part).item_kind == kind
-        )
-        return min(found, default=0)
-
-    def _check_pages(self, pages: npt.NDArray[np.integer], tokens: int | None, first_page: int) -> None:
-        page_size, size = self._manifest.layout.page_size, self._manifest.placement.dcp_size
-        if size > 1:
-            self._check_shares(len(pages), tokens, first_page, size)
-        elif tokens is not None:
-            needed = kv_planner.page_count(tokens, page_size)
-            if needed != first_page + len(pages):
-                raise ValueError(
-                    f"destination_pages: {tokens} tokens need {needed} pages of {page_size}, got {len(pages)} from "
-                    f"page {first_page} on; pages would be missing or left undefined; give "
-                    f"page_count(tokens, page_size) - first_page pages"
-                )
-        items = self._items("page")
-        top = int(pages.max()) if len(pages) else 0
-        if top >= items and len(pages):
-            raise ValueError(
-                f"destination_pages: page {top} is outside the pool of {items} pages; nothing was offered; "
-                f"use pages of this rank's allocator"
-            )
-
-    def _check_shares(self, pages: int, tokens: int | None, first_page: int, size: int) -> None:
-        if tokens is None or first_page % size:
-            raise ArgumentError(
-                f"tokens, first_page: {size} context-parallel ranks share a request; got tokens {tokens}, "
-                f"first_page {first_page}",
-                local=first_page,
-                consequence="nobody would know which pages are this rank's",
-                remedy=f"give the tokens of the whole prompt, and a first_page that is a multiple of {size}",
-            )
-        needed = -(-(kv_planner.page_count(tokens, self._manifest.layout.page_size) - first_page) // size)
-        if needed != pages:
-            raise ValueError(
-                f"destination_pages: {tokens} tokens from page {first_page} on need {needed} pages on each of {size} "
-                f"context-parallel ranks, got {pages}; pages would be missing or left undefined; give one page for "
-                f"every {size} pages of the request, rounded up"
-            )
 
     def _watches_connection(self) -> bool:
         return False

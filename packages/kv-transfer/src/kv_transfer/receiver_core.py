@@ -7,11 +7,8 @@ once: readiness is the set of distinct ranks whose connections live, never a num
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 
-import kv_planner
-
-from kv_transfer.chunks import pages_of
 from kv_transfer.config import Limits, Timeouts
 from kv_transfer.errors import (
     MessageTooLarge,
@@ -22,14 +19,15 @@ from kv_transfer.errors import (
     TransferError,
     TransferTimeout,
 )
+from kv_transfer.groups import Groups
 from kv_transfer.handshake import (
     Rank,
-    RouteSummary,
     agree_pair,
     agree_whole,
     as_refusal,
+    check_interleave,
     check_side,
-    parse_manifest,
+    parse_groups,
     refusal_error,
     refusal_message,
 )
@@ -39,21 +37,25 @@ from kv_transfer.messages import (
     Agreed,
     Bye,
     Done,
+    GroupOffer,
     Heartbeat,
     Hello,
     Message,
     Offer,
+    Policy,
     Ready,
     Refusal,
     RefusalCode,
     decode,
     encode,
 )
-from kv_transfer.page_holds import PageHolds
+from kv_transfer.page_holds import PageHolds, things_of
 from kv_transfer.receiver_peer import Peer, lost_error
-from kv_transfer.receiver_room import ReceiverRoom, Writer
+from kv_transfer.receiver_room import ReceiverRoom, Shares, Writer
 from kv_transfer.silence import Silence
+from kv_transfer.spans import Interleave
 from kv_transfer.states import PEER_STEPS, PeerPhase, StateMachine
+from kv_transfer.summaries import is_empty, summarise
 from kv_transfer.terms import Terms
 
 __all__ = ["ReceiverCore"]
@@ -65,31 +67,34 @@ class ReceiverCore:
     """State of one receiver.
 
     Args:
-        manifest: What this rank owns.
+        groups: What this rank owns.
         terms: Engine, process and parts.
         prefill_ranks: How many distinct prefill ranks there are.
         timeouts: Heartbeat, loss and transfer limits.
         limits: Sizes.
         dp_rank: Data-parallel group of the prefill side that is served.
+        interleave: How context-parallel ranks of this side share a request.
     """
 
     def __init__(
         self,
-        manifest: kv_planner.RankManifest,
+        groups: Groups,
         terms: Terms,
         prefill_ranks: int,
         timeouts: Timeouts,
         limits: Limits,
         dp_rank: int = 0,
+        interleave: Interleave = "page",
     ) -> None:
         """Nobody is there yet."""
-        self.rank = Rank.of(manifest)
+        self.rank = Rank.at(groups.placement)
         self.outbox: deque[tuple[bytes, bytes]] = deque()
         self.rooms: dict[int, ReceiverRoom] = {}
         self.refusals: deque[PeerRefused] = deque(maxlen=64)
         self.closed: TransferError | None = None
         self.late_messages = 0
-        self._manifest = manifest
+        self._groups = groups
+        self._interleave: Interleave = interleave if groups.placement.dcp_size > 1 else "page"
         self._terms = terms
         self._prefill_ranks = prefill_ranks
         self._dp_rank = dp_rank
@@ -108,15 +113,6 @@ class ReceiverCore:
     def members(self) -> tuple[Rank, ...]:
         """Ranks that agreed and live."""
         return tuple(sorted(peer.rank for peer in self._peers.values() if peer.phase is PeerPhase.MEMBER))
-
-    @property
-    def routes(self) -> dict[Rank, RouteSummary]:
-        """What each member delivers for one page; empty before readiness."""
-        return {
-            peer.rank: peer.summary
-            for peer in self._peers.values()
-            if peer.phase is PeerPhase.MEMBER and peer.summary is not None
-        }
 
     def receive(self, identity: bytes, data: bytes, now: float) -> None:
         """Takes one message of a connection; whatever it holds, only this connection can suffer."""
@@ -179,12 +175,11 @@ class ReceiverCore:
     def open_room(
         self,
         room: int,
-        pages: Sequence[int],
+        groups: Mapping[str, GroupOffer],
         tokens: int,
         now: float,
         timeout: float,
-        first_page: int = 0,
-        row: int | None = None,
+        policy: Policy = "fail",
     ) -> ReceiverRoom:
         """Offers pages to every rank that has something to send.
 
@@ -196,19 +191,16 @@ class ReceiverCore:
         """
         self._require_free(room, "wait until its pages are released, or use another room")
         generation = self._generation + 1
-        offer = Offer(
-            room=room, generation=generation, pages=tuple(pages), tokens=tokens, first_page=first_page, row=row
-        )
+        offer = Offer(room=room, generation=generation, groups=dict(groups), tokens=tokens, on_failed_pages=policy)
         encode(offer, self._limits)
-        name = f"room {room} (generation {generation})"
-        self._holds.take(name, offer.pages, () if row is None else (row,))
+        self._holds.take(f"room {room} (generation {generation})", things_of(offer))
         self._generation += 1
         writers = {
             peer.rank: Writer(identity, peer.summary)
             for identity, peer in self._peers.items()
-            if peer.phase is PeerPhase.MEMBER and peer.summary is not None and not peer.summary.is_empty
+            if peer.phase is PeerPhase.MEMBER and peer.summary is not None and not is_empty(peer.summary)
         }
-        shares = pages_of(offer, self._manifest.placement, self._manifest.layout.page_size)
+        shares = Shares(self._groups, offer, self._interleave)
         opened = ReceiverRoom(offer, writers, now, timeout, shares, self._terms.aux)
         self.rooms[room] = opened
         self._collect()
@@ -224,7 +216,7 @@ class ReceiverCore:
         self._require_free(room, "abort its session")
         self._generation += 1
         for identity, peer in self._peers.items():
-            if peer.phase is PeerPhase.MEMBER and peer.summary is not None and not peer.summary.is_empty:
+            if peer.phase is PeerPhase.MEMBER and peer.summary is not None and not is_empty(peer.summary):
                 self._post(identity, Abort(room=room, generation=self._generation, reason=reason[:4096]))
 
     def missing(self) -> str:
@@ -256,9 +248,9 @@ class ReceiverCore:
         if identity in self._peers:
             raise ProtocolError("a second hello on one connection")
         self._terms.check(message)
-        manifest = parse_manifest(message.manifest, self._terms.parts)
-        rank = Rank.of(manifest)
-        check_side(manifest, self._prefill_ranks, self._dp_rank)
+        groups = parse_groups(message.groups, self._terms.parts)
+        rank = Rank.at(groups.placement)
+        check_side(groups.placement, self._prefill_ranks, self._dp_rank)
         for other_identity, other in self._peers.items():
             if other.rank == rank and other.phase in (PeerPhase.WELCOMED, PeerPhase.MEMBER):
                 if not probed:
@@ -270,11 +262,12 @@ class ReceiverCore:
                     code=RefusalCode.RANK_TAKEN.value,
                     remedy="give each prefill process its own rank, or end the first one",
                 )
-        agree_pair(manifest, self._manifest, self._terms.parts, here="decode")
+        agreed = agree_pair(groups, self._groups, self._terms.parts, here="decode")
+        check_interleave({name: own.route(0, 0) for name, own in agreed.items()}, self._interleave)
         machine = StateMachine(f"peer {rank}", PEER_STEPS, PeerPhase.WELCOMED)
-        self._peers[identity] = Peer(rank, manifest, machine, Silence(self._timeouts, now))
+        self._peers[identity] = Peer(rank, groups, machine, Silence(self._timeouts, now))
         self._incarnation += 1
-        self._post(identity, self._terms.welcome(self._manifest, self._incarnation))
+        self._post(identity, self._terms.welcome(self._groups, self._incarnation, self._interleave))
 
     def _retry_hellos(self, now: float) -> None:
         """A rank that was there already has been probed meanwhile: its place is free now, or really taken."""
@@ -315,24 +308,24 @@ class ReceiverCore:
         )
         if len(members) != self._prefill_ranks or self.closed is not None:
             return
-        manifests = [self._peers[identity].manifest for _, identity in members]
+        sides = [self._peers[identity].groups for _, identity in members]
         try:
-            agreement = agree_whole(self._manifest, manifests, self._terms.parts)
+            agreed = agree_whole(self._groups, sides, self._terms.parts)
         except PeerRefused as error:
             for _, identity in members:
                 self._refuse(identity, error)
             return
-        order = {Rank.of(manifest): index for index, manifest in enumerate(agreement.local)}
         for rank, identity in members:
-            summary = RouteSummary.of(agreement.route(order[rank.in_group], 0))
+            routes = {}
+            for name, agreement in agreed.items():
+                order = [Rank.of(manifest) for manifest in agreement.local]
+                routes[name] = agreement.route(order.index(rank.in_group), 0)
+            summary = summarise(routes)
             self._peers[identity].summary = summary
             ready = Ready(
                 ranks=len(members),
-                sends=not summary.is_empty,
-                layers=summary.layers,
-                bytes_per_page=summary.bytes_per_page,
-                states=summary.states,
-                bytes_per_request=summary.bytes_per_request,
+                sends=not is_empty(summary),
+                groups={name: own.message() for name, own in summary.items()},
             )
             self._post(identity, ready)
         self.is_ready = True
@@ -390,7 +383,7 @@ class ReceiverCore:
                 identity, message = room.outgoing.popleft()
                 self._post(identity, message)
             if room.is_terminal:
-                self._holds.give(room.offer.pages, () if room.offer.row is None else (room.offer.row,))
+                self._holds.give(things_of(room.offer))
                 del self.rooms[number]
 
     def _post(self, identity: bytes, message: Message) -> None:

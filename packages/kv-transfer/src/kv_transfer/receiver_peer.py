@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import kv_planner
-
 from kv_transfer.errors import PeerLost
-from kv_transfer.handshake import Rank, RouteSummary
+from kv_transfer.groups import Groups
+from kv_transfer.handshake import Rank
 from kv_transfer.silence import Silence
 from kv_transfer.states import PeerPhase, StateMachine
+from kv_transfer.summaries import Summaries
 
 __all__ = ["Peer", "lost_error"]
 
@@ -23,18 +23,18 @@ class Peer:
 
     Attributes:
         rank: Who it is on the prefill side.
-        manifest: What it owns.
+        groups: What it owns.
         machine: Its phase.
         silence: When it was heard.
-        summary: What it delivers for one page; None before the whole side agreed.
+        summary: What it delivers for one page of each group; None before the whole side agreed.
         dead_at: When the bytes of a closed connection have landed for sure, monotonic seconds.
     """
 
     rank: Rank
-    manifest: kv_planner.RankManifest
+    groups: Groups
     machine: StateMachine[PeerPhase]
     silence: Silence
-    summary: RouteSummary | None = None
+    summary: Summaries | None = None
     dead_at: float | None = None
 
     @property

@@ -9,15 +9,18 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pydantic import JsonValue
 
 from kv_transfer.aux_rows import AuxField, unpack
 from kv_transfer.errors import ArgumentError, ProtocolError, TransferAborted, TransferError
-from kv_transfer.handshake import Rank, RouteSummary
-from kv_transfer.messages import Abort, Accepted, Done, Offer
+from kv_transfer.groups import Groups
+from kv_transfer.handshake import Rank
+from kv_transfer.messages import Abort, Accepted, Done, GroupDone, Offer
+from kv_transfer.spans import Interleave, request_span
 from kv_transfer.states import RECEIVER_STEPS, ReceiverState, StateMachine
+from kv_transfer.summaries import RouteSummary, Summaries
 
 __all__ = ["ReceiverRoom", "TransferResult", "Writer"]
 
@@ -30,7 +33,11 @@ class TransferResult:
         room: Its number.
         generation: Which use of the number this was.
         tokens: As given to `open`, of the whole prompt.
-        pages: Pages that were offered.
+        pages: Pages that were offered, over all groups.
+        failed_pages: Of them, those whose bytes are undefined, by group; none unless the receiver's policy is
+            "recompute". They must not enter a prefix cache before they are computed.
+        recompute: Tokens of the prompt whose KV decode has to compute, as (first, behind the last), in order: those of
+            the failed pages, or all, where a state or a group with a window would be needed for it.
         rows: Auxiliary rows by name, of the first rank that had them; empty where none are declared.
         nbytes: Bytes over all ranks.
         blocks: Blocks over all ranks.
@@ -45,6 +52,72 @@ class TransferResult:
     blocks: int
     metadata: Mapping[Rank, Mapping[str, JsonValue]]
     rows: Mapping[str, bytes]
+    failed_pages: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    recompute: tuple[tuple[int, int], ...] = ()
+
+
+class Shares:
+    """What of a request is sent to this rank, by group.
+
+    Args:
+        groups: Of this rank.
+        offer: Of the room.
+        interleave: How context-parallel ranks share a request.
+    """
+
+    def __init__(self, groups: Groups, offer: Offer, interleave: Interleave) -> None:
+        """Counts pages and tokens."""
+        self.interleave: Interleave = interleave
+        self.spans = {
+            own.name: request_span(
+                offer.tokens,
+                offer.groups[own.name].first_page,
+                own.manifest.layout.page_size,
+                own.window,
+                groups.placement,
+            )
+            for own in groups
+        }
+        self._offer = offer
+        self._size = groups.placement.dcp_size
+        self._page_sizes = {own.name: own.manifest.layout.page_size for own in groups}
+        self._whole = any(
+            own.window is not None or any(spec.item_kind != "page" for spec in own.manifest.layout.components)
+            for own in groups
+        )
+
+    def nbytes(self, summaries: Summaries) -> int:
+        """Bytes that a rank has to send."""
+        return sum(summary.nbytes(self.spans[name], self.interleave) for name, summary in summaries.items())
+
+    def failed_pages(self, failed: Mapping[str, Iterable[int]]) -> dict[str, tuple[int, ...]]:
+        """Page ids of this rank for pages of the request, by group."""
+        found = {}
+        for name, pages in failed.items():
+            own, first = self._offer.groups[name].pages, self.spans[name].first
+            places = sorted({(page - first) // self._size for page in pages})
+            if places:
+                found[name] = tuple(own[place] for place in places)
+        return found
+
+    def recompute(self, failed: Mapping[str, Iterable[int]], states_failed: bool) -> tuple[tuple[int, int], ...]:
+        """Tokens to compute again, as ranges."""
+        tokens = self._offer.tokens
+        ranges: list[tuple[int, int]] = []
+        for name, pages in failed.items():
+            size = self._page_sizes[name]
+            ranges += [(page * size, min((page + 1) * size, tokens)) for page in pages]
+        if not ranges and not states_failed:
+            return ()
+        if self._whole:
+            return ((0, tokens),)
+        joined: list[tuple[int, int]] = []
+        for start, stop in sorted(ranges):
+            if joined and start <= joined[-1][1]:
+                joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+            else:
+                joined.append((start, stop))
+        return tuple(joined)
 
 
 class _Hold(enum.Enum):
@@ -60,11 +133,11 @@ class Writer:
 
     Attributes:
         peer: The connection it spoke on when the room was opened.
-        summary: What it has to deliver for each page.
+        summary: What it has to deliver for each page of each group.
     """
 
     peer: bytes
-    summary: RouteSummary
+    summary: Summaries
     hold: _Hold = _Hold.WRITING
     done: Done | None = None
     told: bool = False
@@ -78,7 +151,7 @@ class ReceiverRoom:
         writers: Ranks with a route that is not empty.
         started: Time at which it was opened, monotonic seconds.
         timeout: Seconds until it is given up.
-        shares: Pages of the request over all ranks that share it, and pages that land here.
+        shares: What of the request is sent to this rank.
         aux: Auxiliary rows that one of the writers must bring.
     """
 
@@ -88,12 +161,14 @@ class ReceiverRoom:
         writers: Mapping[Rank, Writer],
         started: float,
         timeout: float,
-        shares: tuple[int, int],
+        shares: Shares,
         aux: Sequence[AuxField] = (),
     ) -> None:
         """Opens the room and offers its pages to every writer."""
         self.offer = offer
-        self._pages, self._own_pages = shares
+        self._shares = shares
+        self._failed: dict[str, set[int]] = {}
+        self._states_failed = False
         self._aux = tuple(aux)
         self._rows: dict[Rank, dict[str, bytes]] = {}
         self.writers = dict(writers)
@@ -186,27 +261,46 @@ class ReceiverRoom:
         self._release_if_quiet()
 
     def _fault(self, rank: Rank, writer: Writer, message: Done) -> str | None:
-        pages, summary = self._pages, writer.summary
-        expected = summary.nbytes(pages, self._own_pages)
-        if message.pages != pages:
-            return f"it sent {message.pages} pages, {pages} were offered"
-        for what, sent, held in (
-            ("layers", message.layers, summary.layers),
-            ("states of layers", message.states, summary.states),
-        ):
-            if set(sent) != set(held) or len(sent) != len(held):
-                return f"it sent {what} {sent}, its route holds {held}"
-        if message.nbytes != expected:
-            return f"it sent {message.nbytes} bytes, its route holds {expected} for {pages} pages"
+        if message.groups.keys() != writer.summary.keys():
+            return f"it sent groups {sorted(message.groups)}, its routes are of {sorted(writer.summary)}"
+        for name, summary in writer.summary.items():
+            fault = self._group_fault(name, summary, message.groups[name])
+            if fault is not None:
+                return fault
+        failed = any(own.failed or own.states_failed for own in message.groups.values())
+        if failed and self.offer.on_failed_pages != "recompute":
+            return "it could not send all pages, and this receiver does not compute them"
+        expected = self._shares.nbytes(writer.summary)
+        if message.nbytes != expected and not (failed and message.nbytes < expected):
+            return f"it sent {message.nbytes} bytes, its route holds {expected}"
         try:
             rows = unpack(self._aux, message.rows)
         except ArgumentError as error:
             return str(error)
         if rows:
             self._rows[rank] = rows
+        for name, own in message.groups.items():
+            self._failed.setdefault(name, set()).update(*(range(*pages) for pages in own.failed))
+            self._states_failed |= own.states_failed
         last = all(other.done is not None for other in self.writers.values() if other is not writer)
         if self._aux and last and not self._rows:
             return f"the last of all ranks ended, and none brought {', '.join(map(str, self._aux))}"
+        return None
+
+    def _group_fault(self, name: str, summary: RouteSummary, message: GroupDone) -> str | None:
+        span = self._shares.spans[name]
+        of = f" of group {name!r}" if len(self._shares.spans) > 1 else ""
+        if message.pages != span.pages:
+            return f"it sent {message.pages} pages{of}, {span.pages} were offered"
+        for what, sent, held in (
+            ("layers", message.layers, summary.layers),
+            ("states of layers", message.states, summary.states),
+        ):
+            if set(sent) != set(held) or len(sent) != len(held):
+                return f"it sent {what}{of} {sent}, its route holds {held}"
+        for start, stop in message.failed:
+            if not span.first <= start < stop <= span.first + span.pages:
+                return f"it could not send pages [{start}, {stop}){of}, which were not offered"
         return None
 
     def _complete_if_done(self) -> None:
@@ -217,11 +311,13 @@ class ReceiverRoom:
             room=self.offer.room,
             generation=self.offer.generation,
             tokens=self.offer.tokens,
-            pages=len(self.offer.pages),
+            pages=sum(len(own.pages) for own in self.offer.groups.values()),
             nbytes=sum(message.nbytes for message in done.values()),
             blocks=sum(message.blocks for message in done.values()),
             rows=self._rows[min(self._rows)] if self._rows else {},
             metadata={rank: message.metadata for rank, message in sorted(done.items())},
+            failed_pages=self._shares.failed_pages(self._failed),
+            recompute=self._shares.recompute(self._failed, self._states_failed),
         )
         self._machine.to(ReceiverState.COMPLETE)
 

@@ -5,7 +5,7 @@ Thin and thread-safe: the room decides; the lock and the waiting are the endpoin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kv_transfer.errors import TransferError, TransferTimeout
 from kv_transfer.handshake import Rank
@@ -54,13 +54,16 @@ class ReceiverSession:
             return self._room.pages_released
 
     @property
-    def failed_pages(self) -> tuple[int, ...]:
-        """Destination pages whose bytes are undefined: all of them once the room was given up, none before.
+    def failed_pages(self) -> Mapping[str, tuple[int, ...]]:
+        """Destination pages whose bytes are undefined, by group: all of them once the room was given up.
 
-        They must not enter a prefix cache; the request is sent again as another room, or computed at decode.
+        Of a complete room, those that an engine could not move (`TransferResult.failed_pages`). They must not enter a
+        prefix cache; the request is sent again as another room, or computed at decode.
         """
         with self._receiver.lock:
-            return self._room.offer.pages if self._room.error is not None else ()
+            if self._room.error is not None:
+                return {name: own.pages for name, own in self._room.offer.groups.items() if own.pages}
+            return self._room.result.failed_pages if self._room.result is not None else {}
 
     @property
     def writing(self) -> tuple[Rank, ...]:

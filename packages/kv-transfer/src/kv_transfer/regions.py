@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kv_transfer.engine import RegistersTogether, TransferEngine
 from kv_transfer.errors import RegionError
 
-__all__ = ["RegionTable", "check_region_count", "plan_regions", "register_manifest"]
+__all__ = ["RegionTable", "check_region_count", "plan_regions", "register_manifests"]
 
 _TOP = 1 << 64
 
@@ -223,9 +223,9 @@ def _cut(
     return [*pieces, (start, end - start)]
 
 
-def register_manifest(
+def register_manifests(
     engine: TransferEngine,
-    manifest: kv_planner.RankManifest,
+    manifests: Iterable[kv_planner.RankManifest],
     parts: Iterable[kv_planner.Part] = ("target", "draft"),
 ) -> tuple[int, ...]:
     """Registers the memory of a rank's entries of `parts`; other memory stays closed to peers.
@@ -241,9 +241,8 @@ def register_manifest(
         RegionError: Its limits do not allow them; see `plan_regions`.
     """
     wanted = set(parts)
-    regions = plan_regions(
-        engine, {(entry.address, entry.nbytes) for entry in manifest.entries if entry.part in wanted}
-    )
+    entries = [entry for manifest in manifests for entry in manifest.entries if entry.part in wanted]
+    regions = plan_regions(engine, {(entry.address, entry.nbytes) for entry in entries})
     if isinstance(engine, RegistersTogether):
         engine.register_all(regions)
         return tuple(address for address, _ in regions)

@@ -7,7 +7,7 @@ Thin and thread-safe: what happens is decided in `SenderCore` and `SenderRoom`; 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 
 import kv_planner
@@ -19,9 +19,10 @@ from kv_transfer.config import Limits, Timeouts
 from kv_transfer.engine import TransferEngine
 from kv_transfer.engine_check import require_engine
 from kv_transfer.errors import SessionStateError, TransferError, TransferTimeout
+from kv_transfer.groups import Groups, Manifests
 from kv_transfer.handshake import Rank, check_movable
 from kv_transfer.loop import Endpoint
-from kv_transfer.regions import register_manifest
+from kv_transfer.regions import register_manifests
 from kv_transfer.secret import check_secret, seal_sender
 from kv_transfer.sender_core import SenderCore
 from kv_transfer.sender_session import SenderSession
@@ -35,9 +36,11 @@ class Sender(Endpoint):
     """Sends what one prefill rank owns to one receiver.
 
     Args:
-        manifest: What this rank owns; its memory is registered with the engine until `close`.
+        manifest: What this rank owns, one manifest or one for each group of pages; its memory is registered with the
+            engine until `close`.
         engine: Moves the bytes; it stays the caller's and is not closed here.
         endpoint: The receiver's `endpoint`.
+        windows: Tokens of the window of each group that has one; the receiver must say the same.
         parts: Parts of the model to send; the receiver must say the same. ["target"] lets a prefill side without a
             draft serve a decode side with one.
         aux: Auxiliary rows of a request (first token, log-probabilities, hidden states); as at the receiver.
@@ -46,7 +49,8 @@ class Sender(Endpoint):
         secret: As at the receiver.
 
     Raises:
-        ArgumentError: The secret is too short, the endpoint is no ZeroMQ address, or two auxiliary rows have one name.
+        ArgumentError: The secret is too short, the endpoint is no ZeroMQ address, two auxiliary rows have one name, or
+            the groups and windows do not fit together.
         ValueError: The parts are none.
         UnsupportedLayout: A component is organised neither in pages nor in request rows.
         EngineError: The engine refused the memory, or is none of this version.
@@ -54,10 +58,11 @@ class Sender(Endpoint):
 
     def __init__(
         self,
-        manifest: kv_planner.RankManifest,
+        manifest: Manifests,
         engine: TransferEngine,
         *,
         endpoint: str,
+        windows: Mapping[str, int] | None = None,
         parts: Iterable[kv_planner.Part] = ALL_PARTS,
         aux: Iterable[AuxField] = (),
         timeouts: Timeouts | None = None,
@@ -70,10 +75,11 @@ class Sender(Endpoint):
         check_endpoint(endpoint)
         self._parts = check_parts(parts)
         self._aux = check_fields(aux)
-        check_movable(manifest, self._parts)
-        regions = register_manifest(engine, manifest, self._parts)
-        super().__init__(f"kv-transfer-sender-{Rank.of(manifest)}", timeouts or Timeouts(), limits or Limits())
-        self._manifest = manifest
+        groups = Groups.of(manifest, windows)
+        check_movable(groups, self._parts)
+        regions = register_manifests(engine, [own.manifest for own in groups], self._parts)
+        super().__init__(f"kv-transfer-sender-{Rank.at(groups.placement)}", timeouts or Timeouts(), limits or Limits())
+        self._groups = groups
         self._engine = engine
         self._endpoint = endpoint
         self._core: SenderCore | None = None
@@ -83,7 +89,7 @@ class Sender(Endpoint):
     @property
     def rank(self) -> Rank:
         """Who this is on the prefill side."""
-        return Rank.of(self._manifest)
+        return Rank.at(self._groups.placement)
 
     @property
     def is_ready(self) -> bool:
@@ -110,10 +116,10 @@ class Sender(Endpoint):
             return self._core is not None and self._core.sends_nothing
 
     @property
-    def route(self) -> kv_planner.Route:
-        """What goes from this rank to the receiver; known after `connect`."""
+    def routes(self) -> Mapping[str, kv_planner.Route]:
+        """What goes from this rank to the receiver, by group; known after `connect`."""
         with self.lock:
-            return self._alive().route
+            return dict(self._alive().routes)
 
     def connect(self, timeout: float | None = None) -> None:
         """Shakes hands: versions, engines, manifests and layouts agree on both sides when it returns.
@@ -136,7 +142,7 @@ class Sender(Endpoint):
                 raise SessionStateError("the sender is connected", local=self._core.phase.value)
         self._stop()
         now = time.monotonic()
-        core = SenderCore(self._manifest, self._engine, self._timeouts, self._limits, now, self._parts, self._aux)
+        core = SenderCore(self._groups, self._engine, self._timeouts, self._limits, now, self._parts, self._aux)
         try:
             with self.lock:
                 self._launch(zmq.DEALER, self._attach)

@@ -22,13 +22,14 @@ from kv_transfer.errors import (
     TransferAborted,
     TransferError,
 )
+from kv_transfer.groups import Groups
 from kv_transfer.handshake import (
     Rank,
-    RouteSummary,
     agree_pair,
     as_refusal,
     check_expected,
-    parse_manifest,
+    check_interleave,
+    parse_groups,
     refusal_error,
     refusal_message,
 )
@@ -47,10 +48,13 @@ from kv_transfer.messages import (
     decode,
     encode,
 )
+from kv_transfer.room_planner import check_offer
 from kv_transfer.sender_offers import Offers
 from kv_transfer.sender_room import SenderRoom
 from kv_transfer.silence import Silence
+from kv_transfer.spans import Interleave
 from kv_transfer.states import SENDER_PHASE_STEPS, SenderPhase, StateMachine
+from kv_transfer.summaries import RouteSummary, summarise
 from kv_transfer.terms import ALL_PARTS, Terms
 
 __all__ = ["SenderCore"]
@@ -60,7 +64,7 @@ class SenderCore:
     """State of one sender.
 
     Args:
-        manifest: What this rank owns.
+        groups: What this rank owns.
         engine: Moves the bytes.
         timeouts: Heartbeat, loss and progress limits.
         limits: Sizes.
@@ -71,7 +75,7 @@ class SenderCore:
 
     def __init__(
         self,
-        manifest: kv_planner.RankManifest,
+        groups: Groups,
         engine: TransferEngine,
         timeouts: Timeouts,
         limits: Limits,
@@ -80,24 +84,26 @@ class SenderCore:
         aux: Sequence[AuxField] = (),
     ) -> None:
         """Greets the receiver."""
-        self.rank = Rank.of(manifest)
+        self.rank = Rank.at(groups.placement)
         self.error: TransferError | None = None
         self.outbox: deque[bytes] = deque()
         self.rooms: dict[int, SenderRoom] = {}
         self.sends_nothing = False
         self.late_messages = 0
         self.moves_bytes = False
-        self._manifest = manifest
+        self._groups = groups
         self._engine = engine
         self._timeouts = timeouts
         self._limits = limits
-        self._route: kv_planner.Route | None = None
+        self._routes: dict[str, kv_planner.Route] | None = None
+        self._interleave: Interleave = "page"
+        self._place = groups.placement
         self._peer_session = ""
         self._offers = Offers(limits.remembered_rooms)
         self._silence = Silence(timeouts, now)
         self._machine = StateMachine(f"sender {self.rank}", SENDER_PHASE_STEPS, SenderPhase.NEW)
         self._terms = Terms.of(engine, parts, aux)
-        self._post(self._terms.hello(manifest))
+        self._post(self._terms.hello(groups))
         self._machine.to(SenderPhase.GREETING)
 
     @property
@@ -111,15 +117,15 @@ class SenderCore:
         return self.phase in (SenderPhase.REFUSED, SenderPhase.LOST, SenderPhase.CLOSED)
 
     @property
-    def route(self) -> kv_planner.Route:
-        """What this rank sends to the receiver.
+    def routes(self) -> dict[str, kv_planner.Route]:
+        """What this rank sends to the receiver, by group.
 
         Raises:
             SessionStateError: The two sides have not agreed yet.
         """
-        if self._route is None:
-            raise SessionStateError(f"sender {self.rank}: no route before the handshake", local=self.phase.value)
-        return self._route
+        if self._routes is None:
+            raise SessionStateError(f"sender {self.rank}: no routes before the handshake", local=self.phase.value)
+        return self._routes
 
     def receive(self, data: bytes, now: float) -> None:
         """Takes one message; whatever it holds, ends in a defined state."""
@@ -211,7 +217,9 @@ class SenderCore:
         opened = SenderRoom(
             room,
             offer,
-            self.route,
+            self._groups,
+            self.routes,
+            self._interleave,
             self._engine,
             self._peer_session,
             self._limits,
@@ -278,8 +286,8 @@ class SenderCore:
         elif isinstance(message, Ready):
             if self.phase is not SenderPhase.AGREED and self.phase is not SenderPhase.READY:
                 raise ProtocolError(f"ready in phase {self.phase.value}")
-            expected = RouteSummary(message.layers, message.bytes_per_page, message.states, message.bytes_per_request)
-            check_expected(self.rank, RouteSummary.of(self.route), expected)
+            expected = {name: RouteSummary.from_message(own) for name, own in message.groups.items()}
+            check_expected(self.rank, summarise(self.routes), expected)
             self.sends_nothing = not message.sends
             if self.phase is SenderPhase.AGREED:
                 self._machine.to(SenderPhase.READY)
@@ -307,8 +315,11 @@ class SenderCore:
         if self.phase is not SenderPhase.GREETING:
             raise ProtocolError(f"welcome in phase {self.phase.value}")
         self._terms.check(message)
-        remote = parse_manifest(message.manifest, self._terms.parts)
-        self._route = agree_pair(self._manifest, remote, self._terms.parts, here="prefill").route(0, 0)
+        remote = parse_groups(message.groups, self._terms.parts)
+        agreed = agree_pair(self._groups, remote, self._terms.parts, here="prefill")
+        routes = {name: own.route(0, 0) for name, own in agreed.items()}
+        check_interleave(routes, message.interleave)
+        self._routes, self._interleave, self._place = routes, message.interleave, remote.placement
         self._peer_session = message.session
         self._post(Agreed())
         self._machine.to(SenderPhase.AGREED)
@@ -316,6 +327,7 @@ class SenderCore:
     def _offer(self, offer: Offer) -> None:
         if self.phase is not SenderPhase.READY:
             raise ProtocolError(f"offer in phase {self.phase.value}")
+        check_offer(self._groups, self._place, offer)
         if offer.generation <= self._newest_generation(offer.room):
             self.late_messages += 1
             return

@@ -17,6 +17,7 @@ from pydantic import JsonValue
 from kv_transfer.arguments import check_seconds
 from kv_transfer.errors import TransferError, TransferTimeout
 from kv_transfer.ready import Ready
+from kv_transfer.room_planner import PageLists
 from kv_transfer.sender import Sender
 from kv_transfer.sender_session import SenderSession
 
@@ -90,9 +91,9 @@ class GroupSession:
 
     def send(
         self,
-        source_pages: npt.ArrayLike,
+        source_pages: PageLists,
         *,
-        start: int,
+        start: int | Mapping[str, int],
         layer_ids: Iterable[int] | None = None,
         parts: Iterable[kv_planner.Part] | None = None,
         ready: Ready | None = None,
@@ -101,14 +102,13 @@ class GroupSession:
 
         A reader that cannot be served ends the room for all of them.
         """
-        pages = np.asarray(source_pages)
         ids = None if layer_ids is None else list(layer_ids)
         names = None if parts is None else list(parts)
         for own in self.sessions:
-            skipped = min(max(0, own.first_page - start), len(pages)) if pages.ndim == 1 and own.pages else 0
-            self._or_abort(own.send, pages[skipped:], start=start + skipped, layer_ids=ids, parts=names, ready=ready)
+            pages, begin = _behind_prefix(own, source_pages, start)
+            self._or_abort(own.send, pages, start=begin, layer_ids=ids, parts=names, ready=ready)
 
-    def send_states(self, source_row: int, *, ready: Ready | None = None) -> None:
+    def send_states(self, source_row: int | Mapping[str, int], *, ready: Ready | None = None) -> None:
         """As `SenderSession.send_states`, to every reader."""
         for own in self.sessions:
             self._or_abort(own.send_states, source_row, ready=ready)
@@ -158,3 +158,19 @@ class GroupSession:
             if self.error is not None:
                 self.abort(str(error))
             raise
+
+
+def _behind_prefix(
+    session: SenderSession, given: PageLists, start: int | Mapping[str, int]
+) -> tuple[PageLists, int | Mapping[str, int]]:
+    """Without the pages that a reader has by a prefix hit; what is no list of pages is left for `send` to refuse."""
+    lists: dict[str, npt.NDArray[np.generic]] = {}
+    begins: dict[str, int] = {}
+    for name, pages in (given if isinstance(given, Mapping) else dict.fromkeys(session.spans, given)).items():
+        array, span = np.asarray(pages), session.spans.get(name)
+        begin = start.get(name, 0) if isinstance(start, Mapping) else start
+        skipped = min(max(0, span.first - begin), len(array)) if span is not None and span.pages and array.ndim else 0
+        lists[name], begins[name] = array[skipped:] if array.ndim else array, begin + skipped
+    if isinstance(given, Mapping):
+        return lists, begins
+    return next(zip(lists.values(), begins.values(), strict=True)) if len(lists) == 1 else (given, start)

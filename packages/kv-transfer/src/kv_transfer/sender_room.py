@@ -6,6 +6,7 @@ lock, everything else needs it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +15,7 @@ import pydantic
 from pydantic import JsonValue
 
 from kv_transfer.aux_rows import AuxField, pack
-from kv_transfer.chunks import Chunk, ChunkPlanner, Step
+from kv_transfer.chunks import Chunk, Step, Where
 from kv_transfer.config import Limits
 from kv_transfer.coverage import Coverage
 from kv_transfer.engine import TransferEngine, TransferHandle, TransferState, TransferStatus
@@ -26,14 +27,35 @@ from kv_transfer.errors import (
     TransferTimeout,
 )
 from kv_transfer.faults import is_fault
-from kv_transfer.messages import Aborted, Done, Offer, encode
+from kv_transfer.groups import Groups
+from kv_transfer.messages import Aborted, Done, GroupDone, Offer, encode
 from kv_transfer.ready import Ready
+from kv_transfer.room_planner import RoomPlanner
+from kv_transfer.spans import Interleave
 from kv_transfer.states import SENDER_STEPS, SenderState, StateMachine
 
 __all__ = ["SenderRoom"]
 
 _VERDICT = 0.3  # seconds between an engine's failure and the end of the room
 _MOST = 2**63 - 1
+_UNDEFINED = "its pages at the receiver are undefined"
+
+
+@dataclasses.dataclass(slots=True)
+class _Job:
+    """A batch on its way.
+
+    Attributes:
+        batch: For the engine.
+        where: The pages that it belongs to.
+        failures: How often the engine failed with it.
+        again_at: Not before this time, monotonic seconds.
+    """
+
+    batch: kv_planner.Batch
+    where: Where
+    failures: int = 0
+    again_at: float = 0.0
 
 
 class SenderRoom:
@@ -41,7 +63,9 @@ class SenderRoom:
 
     Args:
         offer: The receiver's pages; None on a rank that sends nothing.
-        route: From this rank to the receiver.
+        groups: Of this rank.
+        routes: From this rank to the receiver, by group.
+        interleave: How context-parallel ranks of the receiver's side share the request.
         engine: Moves the bytes.
         peer: The receiver's engine session.
         limits: Batches in flight, message size.
@@ -55,7 +79,9 @@ class SenderRoom:
         self,
         room: int,
         offer: Offer | None,
-        route: kv_planner.Route,
+        groups: Groups,
+        routes: Mapping[str, kv_planner.Route],
+        interleave: Interleave,
         engine: TransferEngine,
         peer: str,
         limits: Limits,
@@ -71,18 +97,22 @@ class SenderRoom:
         self.outgoing: deque[Done | Aborted] = deque()
         self.nbytes = 0
         self.blocks = 0
-        self.planner = ChunkPlanner(route, offer, engine.capabilities, limits)
+        self.planner = RoomPlanner(groups, routes, offer, interleave, engine.capabilities, limits)
         self._engine = engine
         self._peer = peer
         self._limits = limits
         self._timeout = timeout
         self._progress_at = now
-        self._summary = self.planner.summary
-        self._coverage = Coverage(self._summary.layers, self.planner.pages, self.planner.first_page)
-        self._states = Coverage(self._summary.states, int(offer is not None))
+        self._coverage: dict[tuple[str, bool], Coverage] = {}
+        for name, own in self.planner.planners.items():
+            label, span = groups.label(name), own.span
+            self._coverage[name, False] = Coverage(own.summary.layers, span.pages, span.first, label)
+            self._coverage[name, True] = Coverage(own.summary.states, int(offer is not None), label=label)
         self._awaited: list[tuple[Step, Ready]] = []
-        self._queued: deque[kv_planner.Batch] = deque()
-        self._in_flight: list[TransferHandle] = []
+        self._queued: deque[_Job] = deque()
+        self._in_flight: list[tuple[TransferHandle, _Job]] = []
+        self._waiting_again: list[_Job] = []
+        self._failed: set[Where] = set()
         self._aux = tuple(aux)
         self._last_words: tuple[Mapping[str, JsonValue], Mapping[str, str]] = ({}, {})
         self._connected = True
@@ -111,29 +141,36 @@ class SenderRoom:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether layers are handed over that are still to be computed."""
-        return bool(self._awaited)
+        """Whether layers are handed over that are still to be computed, or batches wait for another try."""
+        return bool(self._awaited or self._waiting_again)
 
     @property
     def awaited(self) -> tuple[tuple[Step, Ready], ...]:
         """Steps that are handed over and still to be computed."""
         return tuple(self._awaited)
 
-    def send(self, chunk: Chunk, now: float) -> None:
-        """Takes a planned chunk.
+    def send(self, chunks: Sequence[Chunk], now: float) -> None:
+        """Takes planned chunks, one a group.
 
         Raises:
-            CoverageError: A (layer, page) of it was sent already; nothing is taken.
+            CoverageError: A (layer, page) of them was sent already; nothing is taken.
             SessionStateError: The room takes no chunks any more.
         """
         self._require_sending("send")
-        (self._states if chunk.rows else self._coverage).claim(chunk.layers, chunk.start, chunk.pages)
-        for step in chunk.steps:
-            if chunk.ready is None:
-                self._queued.extend(step.batches)
-            else:
-                self._awaited.append((step, chunk.ready))
+        tables = [self._coverage[chunk.where.group, chunk.where.rows] for chunk in chunks]
+        for table, chunk in zip(tables, chunks, strict=True):
+            table.check(chunk.layers, chunk.where.start, chunk.where.pages)
+        for table, chunk in zip(tables, chunks, strict=True):
+            table.claim(chunk.layers, chunk.where.start, chunk.where.pages)
+            for step in chunk.steps:
+                if chunk.ready is None:
+                    self._queue(step)
+                else:
+                    self._awaited.append((step, chunk.ready))
         self._progress_at = now
+
+    def _queue(self, step: Step) -> None:
+        self._queued.extend(_Job(batch, step.where) for batch in step.batches)
 
     def finish(self, metadata: Mapping[str, JsonValue], now: float, rows: Mapping[str, object] | None = None) -> None:
         """Says that everything was handed over.
@@ -145,8 +182,8 @@ class SenderRoom:
             ProtocolError: The metadata is not made of JSON values.
         """
         self._require_sending("finish")
-        self._coverage.check_complete()
-        self._states.check_complete()
+        for table in self._coverage.values():
+            table.check_complete()
         packed = pack(self._aux, rows or {})
         try:
             encode(self._done(metadata, packed, _MOST, _MOST), self._limits)
@@ -172,7 +209,7 @@ class SenderRoom:
             self.error = error
             self._machine.to(SenderState.ABORTING)
             self._drop_waiting()
-            for handle in self._in_flight:
+            for handle, _ in self._in_flight:
                 self._cancel(handle)
 
     def _engine_failed(self, error: TransferFailed, now: float) -> None:
@@ -180,8 +217,24 @@ class SenderRoom:
         if self._suspicion is None and self.state in (SenderState.SENDING, SenderState.DRAINING):
             self._suspicion = (error, now + _VERDICT)
             self._drop_waiting()
-            for handle in self._in_flight:
+            for handle, _ in self._in_flight:
                 self._cancel(handle)
+
+    def _batch_failed(self, job: _Job, error: TransferFailed, now: float) -> None:
+        """The engine let go of a batch without moving it: another try, a report, or the end, as the receiver says."""
+        policy = self.offer.on_failed_pages if self.offer is not None else "fail"
+        job.failures += 1
+        if self._suspicion is not None or self.state not in (SenderState.SENDING, SenderState.DRAINING):
+            return
+        if policy == "recompute":
+            self._failed.add(job.where)
+            self._progress_at = now
+        elif policy == "retry" and job.failures <= self._limits.batch_retries:
+            # The same bytes into the same pages of the same generation; the pause is for the news of a dead receiver.
+            job.again_at = now + _VERDICT
+            self._waiting_again.append(job)
+        else:
+            self._engine_failed(error, now)
 
     def disconnected(self, error: TransferError) -> None:
         """The receiver cannot be told anything any more."""
@@ -201,7 +254,7 @@ class SenderRoom:
         if self.state in (SenderState.SENDING, SenderState.DRAINING):
             self._take_ready(now)
             self._feed(now)
-        waiting = self._queued or self._awaited or self._in_flight
+        waiting = self._queued or self._awaited or self._in_flight or self._waiting_again
         if self.state is SenderState.DRAINING and self._suspicion is None and not waiting:
             if self.offer is None:
                 self._machine.to(SenderState.FINISHED)
@@ -223,22 +276,18 @@ class SenderRoom:
             self._machine.to(SenderState.ABORTED)
 
     def _poll(self, now: float) -> None:
-        still: list[TransferHandle] = []
-        for handle in self._in_flight:
+        still: list[tuple[TransferHandle, _Job]] = []
+        for handle, job in self._in_flight:
             status = self._status(handle)
             if not status.is_terminal:
-                still.append(handle)
+                still.append((handle, job))
             elif status.state is TransferState.DONE:
                 self.nbytes += handle.nbytes
                 self.blocks += handle.blocks
                 self._progress_at = now
             else:
-                self._engine_failed(
-                    TransferFailed(
-                        f"{self.name}: {status.error}", consequence="its pages at the receiver are undefined"
-                    ),
-                    now,
-                )
+                text = f"{self.name}: {status.error}"
+                self._batch_failed(job, TransferFailed(text, consequence=_UNDEFINED), now)
         self._in_flight = still
 
     def _cancel(self, handle: TransferHandle) -> None:
@@ -265,6 +314,7 @@ class SenderRoom:
     def _drop_waiting(self) -> None:
         self._queued.clear()
         self._awaited.clear()
+        self._waiting_again.clear()
 
     def _take_ready(self, now: float) -> None:
         still: list[tuple[Step, Ready]] = []
@@ -282,22 +332,26 @@ class SenderRoom:
                 self.fail(failure)
                 return
             if computed:
-                self._queued.extend(step.batches)
+                self._queue(step)
                 self._progress_at = now
             else:
                 still.append((step, ready))
         self._awaited = still
 
     def _feed(self, now: float) -> None:
+        due = [job for job in self._waiting_again if now >= job.again_at]
+        self._waiting_again = [job for job in self._waiting_again if now < job.again_at]
+        self._queued.extend(due)
         while self._queued and len(self._in_flight) < self._limits.batches_in_flight:
+            job = self._queued.popleft()
             try:
-                self._in_flight.append(self._engine.submit(self._peer, self._queued.popleft()))
+                self._in_flight.append((self._engine.submit(self._peer, job.batch), job))
             except BaseException as error:
                 if not is_fault(error):
                     raise
-                failure = TransferFailed(f"{self.name}: {error}", consequence="its pages at the receiver are undefined")
+                failure = TransferFailed(f"{self.name}: {error}", consequence=_UNDEFINED)
                 failure.__cause__ = error
-                self._engine_failed(failure, now)
+                self._batch_failed(job, failure, now)
 
     def _require_sending(self, call: str) -> None:
         if self.error is not None:
@@ -313,9 +367,18 @@ class SenderRoom:
             generation=max(self.generation, 1),
             nbytes=nbytes,
             blocks=blocks,
-            pages=self.planner.pages,
-            layers=self._summary.layers,
-            states=self._summary.states,
+            groups={name: self._group_done(name) for name in self.planner.planners},
             metadata=dict(metadata),
             rows=dict(rows),
+        )
+
+    def _group_done(self, name: str) -> GroupDone:
+        own = self.planner.planners[name]
+        lost = [where for where in self._failed if where.group == name]
+        return GroupDone(
+            pages=own.span.pages,
+            layers=own.summary.layers,
+            states=own.summary.states,
+            failed=tuple(sorted((where.start, where.start + where.pages) for where in lost if not where.rows)),
+            states_failed=any(where.rows for where in lost),
         )

@@ -6,10 +6,9 @@ Thin and thread-safe: the room decides; the lock and the waiting are the endpoin
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import kv_planner
-import numpy.typing as npt
 from pydantic import JsonValue
 
 from kv_transfer.arguments import check_seconds
@@ -17,7 +16,9 @@ from kv_transfer.chunks import Chunk, Step
 from kv_transfer.errors import TransferAborted, TransferError, TransferTimeout
 from kv_transfer.loop import Endpoint
 from kv_transfer.ready import Ready
+from kv_transfer.room_planner import PageLists
 from kv_transfer.sender_room import SenderRoom
+from kv_transfer.spans import Span
 from kv_transfer.states import SenderState
 
 __all__ = ["SenderSession"]
@@ -45,7 +46,10 @@ class SenderSession:
 
     @property
     def pages(self) -> int:
-        """Pages of the request from `first_page` on; 0 on a rank that sends nothing."""
+        """Pages of the request from `first_page` on; 0 on a rank that sends nothing.
+
+        With several groups those of the one that begins first; `spans` has all.
+        """
         return self._room.planner.pages
 
     @property
@@ -57,6 +61,11 @@ class SenderSession:
     def first_page(self) -> int:
         """Index within the request of the first page that the receiver offers; above 0 after its prefix hit."""
         return self._room.planner.first_page
+
+    @property
+    def spans(self) -> Mapping[str, Span]:
+        """Which pages of the request each group sends: `Span.pages` of them from page `Span.first` on."""
+        return self._room.planner.spans
 
     @property
     def state(self) -> SenderState:
@@ -78,9 +87,9 @@ class SenderSession:
 
     def send(
         self,
-        source_pages: npt.ArrayLike,
+        source_pages: PageLists,
         *,
-        start: int,
+        start: int | Mapping[str, int],
         layer_ids: Iterable[int] | None = None,
         parts: Iterable[kv_planner.Part] | None = None,
         ready: Ready | None = None,
@@ -88,14 +97,16 @@ class SenderSession:
         """Hands one chunk to the engine and returns; the pages must stay as they are until `pages_released`.
 
         Args:
-            source_pages: Page ids of this rank's pool. Shape: [n]; dtype int32 or int64.
+            source_pages: Page ids of this rank's pool; a list for each group, by name, where several have pages. Those
+                before a group's window are left out, whatever their ids. Shape: [n]; dtype int32 or int64.
             start: Index of the first of them within the request, counted from the prompt's first page also when the
-                receiver offers pages from `first_page` on.
+                receiver offers pages from `first_page` on; a number, or one for each group.
             layer_ids: Only these layers; all of this rank by default.
             parts: Only "target" or "draft" layers; both by default.
             ready: Says when each layer of these pages is computed, and the layer is sent then. None: all are.
 
         Raises:
+            ArgumentError: No such group, or one list where several groups have pages.
             CoverageError: A (layer, page) was sent before, or the chunk reaches out of the offered pages. Nothing is
                 sent.
             kv_planner.PlanError: The pages are not valid. Nothing is sent.
@@ -105,7 +116,7 @@ class SenderSession:
 
     def send_states(
         self,
-        source_row: int,
+        source_row: int | Mapping[str, int],
         *,
         layer_ids: Iterable[int] | None = None,
         parts: Iterable[kv_planner.Part] | None = None,
@@ -114,7 +125,7 @@ class SenderSession:
         """Hands the states of the request to the engine and returns: components with a row a request.
 
         Args:
-            source_row: Row of this rank's pool.
+            source_row: Row of this rank's pool, or one for each group with states.
             layer_ids: As for `send`.
             parts: As for `send`.
             ready: As for `send`.
@@ -176,9 +187,9 @@ class SenderSession:
             if self._sender.wait_for(ended, left) is None:
                 raise TransferTimeout(f"{self._room.name}: still {self._room.state.value}", seconds=timeout or 0.0)
 
-    def _take(self, chunk: Chunk) -> None:
+    def _take(self, chunks: Sequence[Chunk]) -> None:
         with self._sender.lock:
-            self._room.send(chunk, time.monotonic())
+            self._room.send(chunks, time.monotonic())
             self._sender.wake()
 
     def _wait_computed(self, end: float | None) -> None:

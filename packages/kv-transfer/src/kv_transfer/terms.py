@@ -14,8 +14,10 @@ import kv_planner
 from kv_transfer.aux_rows import AuxField, check_fields
 from kv_transfer.engine import TransferEngine
 from kv_transfer.errors import PeerRefused
-from kv_transfer.messages import DifferenceRecord, Hello, RefusalCode, Welcome
+from kv_transfer.groups import Groups
+from kv_transfer.messages import DifferenceRecord, GroupManifest, Hello, RefusalCode, Welcome
 from kv_transfer.process import process_name
+from kv_transfer.spans import Interleave
 
 __all__ = ["ALL_PARTS", "Terms", "check_parts"]
 
@@ -72,27 +74,28 @@ class Terms:
         process = "" if engine.capabilities.cross_process else process_name()
         return cls(engine.name, engine.session, process, check_parts(parts), check_fields(aux))
 
-    def hello(self, manifest: kv_planner.RankManifest) -> Hello:
+    def hello(self, groups: Groups) -> Hello:
         """The first word of a sender with these terms."""
         return Hello(
             engine=self.engine,
             session=self.session,
-            manifest=manifest.to_json(),
+            groups=_words(groups),
             process=self.process,
             parts=self.parts,
             aux=self._rows(),
         )
 
-    def welcome(self, manifest: kv_planner.RankManifest, incarnation: int) -> Welcome:
+    def welcome(self, groups: Groups, incarnation: int, interleave: Interleave) -> Welcome:
         """The answer of a receiver with these terms."""
         return Welcome(
             engine=self.engine,
             session=self.session,
-            manifest=manifest.to_json(),
+            groups=_words(groups),
             incarnation=incarnation,
             process=self.process,
             parts=self.parts,
             aux=self._rows(),
+            interleave=interleave,
         )
 
     def _rows(self) -> tuple[tuple[str, kv_planner.DType, int], ...]:
@@ -152,3 +155,7 @@ class Terms:
             raise PeerRefused(
                 "the two sides declare different auxiliary rows", code=RefusalCode.LAYOUT.value, differences=records
             )
+
+
+def _words(groups: Groups) -> dict[str, GroupManifest]:
+    return {own.name: GroupManifest(manifest=own.manifest.to_json(), window=own.window) for own in groups}
