@@ -45,7 +45,7 @@ class Image:
         allocate: Callable[[int], npt.NDArray[np.uint8]] = _own,
     ) -> None:
         template = build_rank(layout, layer_ids, place, items=items, padding=padding)
-        end = max(entry.address + entry.nbytes for entry in template.entries)
+        end = max((entry.address + entry.nbytes for entry in template.entries), default=0)
         self.arena = allocate(end + 64)
         self.arena[:] = EMPTY
         base = int(self.arena.ctypes.data)

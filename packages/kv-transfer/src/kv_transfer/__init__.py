@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from kv_transfer.errors import TransferFailed as TransferFailed
     from kv_transfer.errors import TransferTimeout as TransferTimeout
     from kv_transfer.errors import UnsupportedLayout as UnsupportedLayout
+    from kv_transfer.groups import Manifests as Manifests
     from kv_transfer.handshake import Rank as Rank
     from kv_transfer.isolation import Isolation as Isolation
     from kv_transfer.isolation import current_isolation as current_isolation
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from kv_transfer.sender_group import SenderGroup as SenderGroup
     from kv_transfer.sender_session import SenderSession as SenderSession
     from kv_transfer.shared_memory import SharedArena as SharedArena
+    from kv_transfer.spans import Span as Span
     from kv_transfer.states import ReceiverState as ReceiverState
     from kv_transfer.states import SenderState as SenderState
 
@@ -95,6 +97,7 @@ _HOMES = {
         "TransferTimeout",
         "UnsupportedLayout",
     ),
+    "groups": ("Manifests",),
     "handshake": ("Rank",),
     "isolation": ("Isolation", "current_isolation", "enter_loopback_namespace"),
     "messages": ("PROTOCOL_VERSION",),
@@ -109,6 +112,7 @@ _HOMES = {
     "sender": ("Sender",),
     "sender_group": ("GroupSession", "SenderGroup"),
     "sender_session": ("SenderSession",),
+    "spans": ("Span",),
     "states": ("ReceiverState", "SenderState"),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
@@ -129,6 +133,7 @@ __all__ = [
     "Isolation",
     "LayerMarks",
     "Limits",
+    "Manifests",
     "Member",
     "MessageTooLarge",
     "PageHeld",
@@ -151,6 +156,7 @@ __all__ = [
     "SenderState",
     "SessionStateError",
     "SharedArena",
+    "Span",
     "Timeouts",
     "TransferAborted",
     "TransferEngine",

@@ -151,11 +151,10 @@ def _check_pages(
             f"every {size} pages of the request, rounded up"
         )
     if size == 1 and needed != span.first + len(pages):
-        window = f" of which those of the last {group.window} tokens are sent" if group.window is not None else ""
+        window = f", of which {span.places} hold the last {group.window} tokens" if group.window is not None else ""
         raise ValueError(
-            f"{name}{tokens} tokens need {needed} pages of {page_size},{window} got {len(pages)} from "
-            f"page {span.first} on; pages would be missing or left undefined; give "
-            f"page_count(tokens, page_size) - first_page pages"
+            f"{name}{tokens} tokens need {needed} pages of {page_size}{window}, got {len(pages)} from "
+            f"page {span.first} on; pages would be missing or left undefined; give as many as Receiver.spans says"
         )
     items = group.items("page", parts)
     if pages and max(pages) >= items and "page" in group.kinds(parts):
