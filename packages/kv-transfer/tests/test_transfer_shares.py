@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import kv_planner as kp
 import pytest
 from kv_planner.testing import Label, label_bytes
@@ -22,27 +24,41 @@ LAYOUT = kp.ModelLayout(
 )
 
 
-def _expected(own: Image, size: int, rank: int, source: list[int], destination: list[int]) -> dict[int, Label]:
-    """Page k of the request lies on rank k % size, in page destination[k // size], or on all in the group's page."""
+def _expected(
+    own: Image, size: int, rank: int, source: list[int], destination: list[int], tokens: int | None = None
+) -> dict[int, Label]:
+    """Page k of the request lies on rank k % size, in page destination[k // size], or on all in the group's page.
+
+    With `tokens`, token t of them lies on rank t % size instead, as its token t // size.
+    """
+    page_size = own.manifest.layout.page_size
     found = {}
     for address, label in label_bytes(own.manifest).items():
+        for_all = label.part == "draft" or label.component == "index_key"
         for k, page in enumerate(source):
             local, owner = destination[k // size], k % size
-            for_all = label.part == "draft" or label.component == "index_key"
-            if label.item == local * size + owner if for_all else owner == rank and label.item == local:
+            by_page = tokens is None and owner == rank and label.item == local
+            if label.item == local * size + owner if for_all else by_page:
                 found[address] = label._replace(item=page)
+        for t in range(rank, 0 if tokens is None or for_all else tokens, size):
+            place, slot = divmod(t // size, page_size)
+            if (label.item, label.token) == (destination[place], slot):
+                found[address] = label._replace(item=source[t // page_size], token=t % page_size)
     return found
 
 
-@pytest.mark.parametrize(("size", "tokens", "first"), [(2, 9, 0), (3, 8, 0), (2, 13, 2)])
-def test_each_rank_gets_its_pages_and_nothing_else(size: int, tokens: int, first: int) -> None:
+@pytest.mark.parametrize("interleave", ["page", "token"])
+@pytest.mark.parametrize(("size", "tokens", "first"), [(1, 5, 1), (2, 9, 0), (3, 8, 0), (2, 13, 2), (4, 13, 4)])
+def test_each_rank_gets_its_share_and_nothing_else(
+    size: int, tokens: int, first: int, interleave: Literal["page", "token"]
+) -> None:
+    by_token = interleave == "token" and size > 1
     prefill = Image(LAYOUT, range(3), items=16).fill()
-    decode = [
-        Image(LAYOUT, range(3), kp.Placement(dcp_rank=rank, dcp_size=size), items=24, padding=2) for rank in range(size)
-    ]
+    places = [kp.Placement(dcp_rank=rank, dcp_size=size) for rank in range(size)]
+    decode = [Image(LAYOUT, range(3), place, items=30, padding=0 if by_token else 2) for place in places]
     engines = [LoopbackEngine() for _ in range(size + 1)]
     receivers = [
-        kt.Receiver(own.manifest, engine, prefill_ranks=1, timeouts=FAST)
+        kt.Receiver(own.manifest, engine, prefill_ranks=1, timeouts=FAST, interleave=interleave)
         for own, engine in zip(decode, engines, strict=False)
     ]
     senders = [kt.Sender(prefill.manifest, engines[-1], endpoint=own.endpoint, timeouts=FAST) for own in receivers]
@@ -60,7 +76,8 @@ def test_each_rank_gets_its_pages_and_nothing_else(size: int, tokens: int, first
         sending.send(source[2:], start=first + 2)
         sending.finish()
     for rank, (session, own) in enumerate(zip(sessions, decode, strict=True)):
-        expected = _expected(own, size, rank, source, destination)
+        shared = tokens - first * LAYOUT.page_size if by_token else None
+        expected = _expected(own, size, rank, source, destination, shared)
         assert session.wait(5).nbytes == len(expected)
         assert own.faults(expected) == []
     for sender, receiver in zip(senders, receivers, strict=True):
@@ -80,6 +97,55 @@ def test_shares_need_tokens_whole_groups_and_enough_pages() -> None:
         with pytest.raises(ValueError, match="need 2 pages on each of 2 context-parallel ranks, got 3"):
             receiver.open(0, [1, 2, 3], tokens=8)
     engine.close()
+
+
+def test_tokens_of_pages_that_do_not_hold_them_evenly_are_not_dealt_out() -> None:
+    """Padding between pages, or entries that stand for several tokens: a named refusal on both sides."""
+    compressed = kp.ModelLayout(
+        [kp.ComponentSpec("latent_c4", layer_ids=[0], dtype="uint8", total_heads=1, dims=3, compression=4)],
+        page_size=8,
+        fingerprint="compressed",
+    )
+    for layout, layers, padding in ((LAYOUT, range(3), 2), (compressed, range(1), 0)):
+        engines = LoopbackEngine(), LoopbackEngine()
+        decode = Image(layout, layers, kp.Placement(dcp_rank=0, dcp_size=2), padding=padding)
+        with (
+            kt.Receiver(decode.manifest, engines[0], prefill_ranks=1, timeouts=FAST, interleave="token") as receiver,
+            kt.Sender(Image(layout, layers).manifest, engines[1], endpoint=receiver.endpoint, timeouts=FAST) as sender,
+            pytest.raises(kt.PeerRefused, match="tokens cannot be dealt out to context-parallel ranks") as caught,
+        ):
+            sender.connect()
+        assert caught.value.code == "unsupported"
+        for engine in engines:
+            engine.close()
+
+
+def test_a_window_of_shares_begins_at_a_whole_group_of_pages() -> None:
+    """13 tokens in pages of 2, the last 3 from page 5 on: rounded down to page 4, so that ranks take whole turns."""
+    prefill = Image(LAYOUT, range(3), items=16).fill()
+    decode = [Image(LAYOUT, range(3), kp.Placement(dcp_rank=rank, dcp_size=2), items=24) for rank in range(2)]
+    engines = [LoopbackEngine() for _ in range(3)]
+    windows = {"main": 3}
+    source = [9, 3, 5, 12, 7, 1, 14]
+    receivers = [
+        kt.Receiver(own.manifest, engine, prefill_ranks=1, timeouts=FAST, windows=windows)
+        for own, engine in zip(decode, engines, strict=False)
+    ]
+    for rank, (own, receiver) in enumerate(zip(decode, receivers, strict=True)):
+        with kt.Sender(
+            prefill.manifest, engines[-1], endpoint=receiver.endpoint, timeouts=FAST, windows=windows
+        ) as sender:
+            sender.connect()
+            receiver.wait_ready()
+            session = receiver.open(3, [4, 2], tokens=13)
+            sending = sender.open(3)
+            sending.send(source, start=0)
+            sending.finish()
+            session.wait(5)
+        assert own.faults(_expected(own, 2, rank, source[4:], [4, 2])) == []
+        receiver.close()
+    for engine in engines:
+        engine.close()
 
 
 def test_a_prefill_side_with_shares_is_refused() -> None:
