@@ -69,7 +69,7 @@ class Sides:
     """Prefill ranks with engines that can fail, and one decode rank."""
 
     def __init__(
-        self, policy: Policy, prefill: list[Image], decode: Image, way: str = "status", **options: object
+        self, policy: Policy, prefill: list[Image], decode: Image, way: str, windows: dict[str, int] | None
     ) -> None:
         self.policy, self.prefill, self.decode = policy, prefill, decode
         self.engines = [Failing(way) for _ in prefill]
@@ -125,10 +125,15 @@ def make() -> Iterator[Make]:
     made: list[Sides] = []
 
     def build(
-        policy: Policy, *, pp: int = 1, way: str = "status", model: kp.ModelLayout | None = None, **options: object
+        policy: Policy,
+        *,
+        pp: int = 1,
+        way: str = "status",
+        model: kp.ModelLayout | None = None,
+        windows: dict[str, int] | None = None,
     ) -> Sides:
         own = model or layout()
-        made.append(Sides(policy, side(own, 2, pp, 1), Image(own, [0, 1], padding=1), way, **options))
+        made.append(Sides(policy, side(own, 2, pp, 1), Image(own, [0, 1], padding=1), way, windows))
         return made[-1]
 
     yield build
