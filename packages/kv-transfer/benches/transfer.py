@@ -44,9 +44,7 @@ def _pair(nbytes: int) -> tuple[Bytes, Bytes]:
 
 def _through(engine: kt.TransferEngine, peer: str, blocks: Blocks) -> Callable[[], None]:
     def work() -> None:
-        handle = engine.submit(peer, blocks)
-        while not (status := engine.poll(handle)).is_terminal:
-            time.sleep(0)
+        status = kt.wait_batch(engine, engine.submit(peer, blocks))
         assert status.state is kt.TransferState.DONE, status
 
     return work
@@ -205,11 +203,14 @@ def planning(bench: Bench) -> None:
 
 
 def layer_wise(bench: Bench) -> None:
-    """30 layers, prefill as a sleep a layer as long as its bytes need: last byte after prefill's end, both ways."""
-    layers, count = 30, 64
-    (here, source), (there, target) = _rank(layers, 8, 64, 16, count + 1), _rank(layers, 8, 64, 16, count + 1)
+    """30 layers, prefill as a sleep a layer as long as its bytes need: last byte after prefill's end, both ways.
+
+    Over TCP: within a host, the sender itself would copy, and prefill has the cores.
+    """
+    layers, count = 30, 128
+    (here, source), (there, target) = _rank(layers, 8, 128, 16, count + 1), _rank(layers, 8, 128, 16, count + 1)
     assert source.any() and target.any()
-    engines = kt.create_engine("nixl"), kt.create_engine("nixl")
+    engines = kt.create_engine("mooncake"), kt.create_engine("mooncake")
     with (
         kt.Receiver(there, engines[1], prefill_ranks=1) as receiver,
         kt.Sender(here, engines[0], endpoint=receiver.endpoint) as sender,
@@ -236,15 +237,16 @@ def layer_wise(bench: Bench) -> None:
             sending.wait()
             return took * 1e3
 
-        for _ in range(3):
-            after = room(0.0, False)
-        wire = after / layers / 1e3
-        pairs = [(room(wire, True), room(wire, False)) for _ in range(ROUNDS)]
+        after = [room(0.0, False) for _ in range(3)]
+        ours = []
+        for _ in range(ROUNDS):
+            after.append(room(0.0, False))
+            ours.append(room(statistics.median(after) / layers / 1e3, True))
     bench.record(
-        "last byte after prefill's end, layer by layer beside all afterwards (NIXL)",
-        [ours for ours, _ in pairs],
+        "last byte after prefill's end, layer by layer beside all afterwards (Mooncake)",
+        ours,
         "ms",
-        references=[reference for _, reference in pairs],
+        references=after[3:],
         op="<=",
         target=0.15,
     )

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import subprocess
 import sys
+import threading
 import weakref
 from pathlib import Path
 
@@ -107,6 +108,49 @@ def test_limits_of_a_batch() -> None:
     assert two.writer.poll(two.writer.submit(two.reader.session, batch())).state is kt.TransferState.DONE
     with pytest.raises(ValueError, match="blocks_per_poll"):
         LoopbackEngine(blocks_per_poll=0)
+
+
+def test_a_handle_calls_back_once_and_wakes_who_waits() -> None:
+    handle, calls = kt.TransferHandle("peer", 1, 1), list[str]()
+    assert handle.wait(0.01).state is kt.TransferState.PENDING
+    handle.notify(lambda: calls.append("early"))
+    ends: list[kt.TransferStatus] = []
+    waiting = threading.Thread(target=lambda: ends.append(handle.wait(10)))
+    waiting.start()
+    done = kt.TransferStatus(kt.TransferState.DONE)
+    assert handle.settle(done)
+    waiting.join(10)
+    assert ends == [done]
+    assert not handle.settle(kt.TransferStatus(kt.TransferState.FAILED, "too late"))
+    assert calls == ["early"]
+    handle.notify(lambda: calls.append("late"))
+    assert calls == ["early", "late"]
+    assert handle.wait() == done
+
+
+def test_whoever_waits_for_a_batch_polls_the_engines_that_need_it() -> None:
+    class Watched(LoopbackEngine):
+        polls = 0
+        moves = False
+
+        @property
+        def capabilities(self) -> kt.EngineCapabilities:
+            return dataclasses.replace(super().capabilities, progress_on_poll=self.moves)
+
+        def poll(self, handle: kt.TransferHandle) -> kt.TransferStatus:
+            self.polls += 1
+            return super().poll(handle)
+
+    two = Two(blocks_per_poll=1)
+    writer = Watched(blocks_per_poll=1)
+    writer.register(two.here, 4096)
+    blocks = batch(*[(two.here + i, two.there + i, 1) for i in range(3)])
+    for moves in (False, True):
+        writer.moves, writer.polls = moves, 0
+        assert kt.wait_batch(writer, writer.submit(two.reader.session, blocks)).state is kt.TransferState.DONE
+        assert writer.polls == 3
+    late = writer.submit(two.reader.session, blocks)
+    assert kt.wait_batch(writer, late, 0.0).state is kt.TransferState.PENDING
 
 
 @given(

@@ -112,6 +112,54 @@ def test_an_abort_does_not_wait_for_layers(pairs: list[Pair]) -> None:
     assert pair.decode.faults({}) == []
 
 
+class Silent:
+    """A `Ready` that does not say when it changes."""
+
+    def __init__(self) -> None:
+        self.marks = kt.LayerMarks()
+
+    def query(self, part: str, layer_id: int) -> bool:
+        return self.marks.query(part, layer_id)  # type: ignore[arg-type]
+
+    def wait(self, part: str, layer_id: int, seconds: float) -> bool:
+        return self.marks.wait(part, layer_id, seconds)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("notifies", [True, False])
+def test_a_layer_leaves_at_its_mark_whether_or_not_it_is_announced(pairs: list[Pair], notifies: bool) -> None:
+    pair = Pair(stages(make_layout(), 1), whole(make_layout()), limits=SMALL)
+    pairs.append(pair)
+    marks = kt.LayerMarks()
+    silent = Silent()
+    assert isinstance(marks, kt.NotifyingReady) and not isinstance(silent, kt.NotifyingReady)
+    ready: kt.Ready = marks if notifies else silent
+    session = pair.receiver.open(0, [4])
+    sending = pair.senders[0].open(0)
+    sending.send([1], start=0, ready=ready)
+    core = pair.senders[0]._core
+    assert core is not None
+    assert eventually(lambda: core.must_ask is not notifies)
+    (marks if notifies else silent.marks).mark(range(4))
+    sending.finish()
+    session.wait(5)
+    assert pair.decode.faults({4: 1}) == []
+
+
+def test_marks_call_each_subscriber_after_each_change() -> None:
+    marks, calls = kt.LayerMarks(), list[str]()
+
+    def one() -> None:
+        calls.append("one")
+
+    marks.subscribe(one)
+    marks.subscribe(one)
+    marks.subscribe(lambda: calls.append(f"{marks.query('target', 3)}"))
+    marks.mark(3)
+    assert sorted(calls) == ["True", "one"]
+    marks.mark([4], "draft")
+    assert sorted(calls) == ["True", "True", "one", "one"]
+
+
 def test_a_ready_that_raises_ends_its_room_only(pairs: list[Pair]) -> None:
     class Broken(kt.LayerMarks):
         def query(self, part: str, layer_id: int) -> bool:

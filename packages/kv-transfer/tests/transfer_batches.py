@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer import TransferEngine, TransferHandle, TransferState
+from kv_transfer import TransferEngine, TransferHandle, TransferState, wait_batch
 
 
 @dataclasses.dataclass
@@ -24,8 +23,8 @@ def batch(*blocks: tuple[int, int, int]) -> Batch:
 
 def end(engine: TransferEngine, handle: TransferHandle) -> str | None:
     """The error of a batch, or None when it was done; polling is idempotent after the end."""
-    while not (status := engine.poll(handle)).is_terminal:
-        time.sleep(0.001)
+    status = wait_batch(engine, handle, 60)
+    assert status.is_terminal, "the batch did not end"
     assert engine.poll(handle) == status
     return None if status.state is TransferState.DONE else status.error
 

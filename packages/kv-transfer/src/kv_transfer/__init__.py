@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kv_transfer.engine import TransferHandle as TransferHandle
     from kv_transfer.engine import TransferState as TransferState
     from kv_transfer.engine import TransferStatus as TransferStatus
+    from kv_transfer.engine import wait_batch as wait_batch
     from kv_transfer.errors import ArgumentError as ArgumentError
     from kv_transfer.errors import CoverageError as CoverageError
     from kv_transfer.errors import EngineError as EngineError
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from kv_transfer.ports import rank_port as rank_port
     from kv_transfer.prefill_end import PrefillEnd as PrefillEnd
     from kv_transfer.ready import LayerMarks as LayerMarks
+    from kv_transfer.ready import NotifyingReady as NotifyingReady
     from kv_transfer.ready import Ready as Ready
     from kv_transfer.receiver import Receiver as Receiver
     from kv_transfer.receiver_room import TransferResult as TransferResult
@@ -76,7 +78,14 @@ _HOMES = {
     "decode_end": ("DecodeEnd",),
     "directory": ("Directory", "Member", "Place"),
     "directory_service": ("DirectoryClient", "DirectoryServer"),
-    "engine": ("EngineCapabilities", "TransferEngine", "TransferHandle", "TransferState", "TransferStatus"),
+    "engine": (
+        "EngineCapabilities",
+        "TransferEngine",
+        "TransferHandle",
+        "TransferState",
+        "TransferStatus",
+        "wait_batch",
+    ),
     "shared_memory": ("SharedArena",),
     "errors": (
         "ArgumentError",
@@ -103,7 +112,7 @@ _HOMES = {
     "messages": ("PROTOCOL_VERSION",),
     "ports": ("rank_port",),
     "prefill_end": ("PrefillEnd",),
-    "ready": ("LayerMarks", "Ready"),
+    "ready": ("LayerMarks", "NotifyingReady", "Ready"),
     "receiver": ("Receiver",),
     "receiver_session": ("ReceiverSession",),
     "receiver_room": ("TransferResult",),
@@ -136,6 +145,7 @@ __all__ = [
     "Manifests",
     "Member",
     "MessageTooLarge",
+    "NotifyingReady",
     "PageHeld",
     "PeerLost",
     "PeerRefused",
@@ -174,6 +184,7 @@ __all__ = [
     "enter_loopback_namespace",
     "rank_port",
     "register_engine",
+    "wait_batch",
 ]
 
 

@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from kv_transfer.engine import TransferEngine, TransferState
+from kv_transfer.engine import TransferEngine, TransferState, wait_batch
 from kv_transfer.errors import TransferError
 from kv_transfer.isolation import current_isolation
 from kv_transfer.messages import PROTOCOL_VERSION
@@ -168,8 +168,7 @@ def _write(writer: TransferEngine, peer: str, blocks: _Blocks) -> str:
     most = writer.capabilities.max_entries_per_batch or len(blocks.nbytes)
     for first in range(0, len(blocks.nbytes), most):
         handle = writer.submit(peer, blocks.part(first, first + most))
-        while not (status := writer.poll(handle)).is_terminal:
-            time.sleep(0)
+        status = wait_batch(writer, handle)
         if status.state is not TransferState.DONE:
             return status.error
     return ""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import kv_planner
@@ -25,7 +26,10 @@ __all__ = [
     "TransferHandle",
     "TransferState",
     "TransferStatus",
+    "wait_batch",
 ]
+
+_SHORTEST, _LONGEST = 20e-6, 1e-3  # seconds between two looks at a batch that is polled
 
 
 class TransferState(enum.Enum):
@@ -94,6 +98,8 @@ class EngineCapabilities:
             memory around a buffer belongs to it, as with an NPU's 2 MiB pages.
         max_region_bytes: Bytes of one registered region.
         max_regions: Regions that are registered at a time.
+        settles_itself: Ends its handles from a thread of its own, so that nobody needs to poll: `TransferHandle.notify`
+            and `TransferHandle.wait` are enough. Others are polled.
     """
 
     max_entries_per_batch: int | None = None
@@ -104,6 +110,7 @@ class EngineCapabilities:
     region_alignment: int = 1
     max_region_bytes: int | None = None
     max_regions: int | None = None
+    settles_itself: bool = False
 
     def planner(self) -> kv_planner.Capabilities:
         """The part that `kv_planner.lower` needs."""
@@ -134,7 +141,7 @@ class EngineCapabilities:
 class TransferHandle:
     """One submitted batch. Engines keep no table of them: a handle that is dropped is gone."""
 
-    __slots__ = ("_lock", "_status", "blocks", "nbytes", "peer")
+    __slots__ = ("_calls", "_lock", "_status", "blocks", "nbytes", "peer")
 
     def __init__(self, peer: str, blocks: int, nbytes: int) -> None:
         """A pending batch of `blocks` blocks, `nbytes` bytes, to `peer`."""
@@ -143,6 +150,7 @@ class TransferHandle:
         self.nbytes = nbytes
         self._status = PENDING
         self._lock = threading.Lock()
+        self._calls: list[Callable[[], None]] = []
 
     @property
     def status(self) -> TransferStatus:
@@ -159,7 +167,35 @@ class TransferHandle:
             if self._status.is_terminal:
                 return False
             self._status = status
-            return True
+            calls, self._calls = self._calls, []
+        for call in calls:
+            call()
+        return True
+
+    def notify(self, call: Callable[[], None]) -> None:
+        """Has `call` called once when the batch ends, by the thread that ends it; at once when it has ended.
+
+        Args:
+            call: Must not block and must not raise.
+        """
+        with self._lock:
+            if not self._status.is_terminal:
+                self._calls.append(call)
+                return
+        call()
+
+    def wait(self, timeout: float | None = None) -> TransferStatus:
+        """Sleeps until the batch ends, at most `timeout` seconds.
+
+        For engines that end their handles themselves; `wait_batch` waits for any.
+
+        Returns:
+            The status; pending when the time ran out.
+        """
+        ended = threading.Event()
+        self.notify(ended.set)
+        ended.wait(timeout)
+        return self._status
 
 
 @runtime_checkable
@@ -230,3 +266,27 @@ class RegistersTogether(Protocol):
             RegionError: As `register`, or there would be more regions than the engine takes.
             EngineError: The library refused them.
         """
+
+
+def wait_batch(engine: TransferEngine, handle: TransferHandle, timeout: float | None = None) -> TransferStatus:
+    """Waits for the end of a batch, whatever kind of engine has it.
+
+    Sleeps where the engine ends its handles itself, polls without pauses where `poll` moves the bytes, and polls with
+    growing pauses otherwise.
+
+    Args:
+        engine: Has the batch.
+        handle: From its `submit`.
+        timeout: Seconds; None waits without end.
+
+    Returns:
+        The status; pending when the time ran out.
+    """
+    if engine.capabilities.settles_itself:
+        return handle.wait(timeout)
+    end = None if timeout is None else time.monotonic() + timeout
+    pause = 0.0 if engine.capabilities.progress_on_poll else _SHORTEST
+    while not (status := engine.poll(handle)).is_terminal and (end is None or time.monotonic() < end):
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST)
+    return status

@@ -22,12 +22,13 @@ from kv_transfer.arguments import check_seconds
 from kv_transfer.config import Limits, Timeouts
 from kv_transfer.errors import SessionStateError, TransferError
 
-__all__ = ["Endpoint"]
+__all__ = ["POLL_SECONDS", "Endpoint"]
 
 _Value = TypeVar("_Value")
 _LOG = logging.getLogger(__name__)
 _MESSAGES_AT_ONCE = 256
-_POLL_ENGINE_SECONDS = 0.001
+POLL_SECONDS = 0.001
+"""Between two looks at what does not say by itself that it changed."""
 
 
 class Endpoint(abc.ABC):
@@ -172,7 +173,7 @@ class Endpoint(abc.ABC):
                 self.changed.notify_all()
             if gone:
                 return
-            time.sleep(_POLL_ENGINE_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def _serve(self, control: zmq.Socket[bytes], monitor: zmq.Socket[bytes] | None) -> None:
         """Until the connection is closed, or `_stop` was called and the core has drained."""
@@ -193,19 +194,17 @@ class Endpoint(abc.ABC):
                     self._disconnected("its connection is closed")
                     self.changed.notify_all()
                     return
-                busy = self._advance(now)
+                pause = self._advance(now)
                 self._flush(control, now)
                 self.changed.notify_all()
                 if self._stopping and self._is_drained(now >= self._stop_at):
                     self._last_words()
                     self._flush(control, now)
                     return
-            pause = self._pause(busy)
+            pause = self._pause(pause)
 
-    def _pause(self, busy: bool) -> float:
-        if busy:
-            return 0.0 if self._progress_on_poll() else _POLL_ENGINE_SECONDS
-        return min(self._timeouts.heartbeat_interval / 2, 0.1)
+    def _pause(self, most: float) -> float:
+        return min(most, self._timeouts.heartbeat_interval / 2, 0.1)
 
     def _read(self, control: zmq.Socket[bytes], now: float) -> None:
         for _ in range(_MESSAGES_AT_ONCE):
@@ -219,16 +218,18 @@ class Endpoint(abc.ABC):
     def _watches_connection(self) -> bool: ...
 
     @abc.abstractmethod
-    def _progress_on_poll(self) -> bool: ...
-
-    @abc.abstractmethod
     def _receive(self, parts: list[bytes], now: float) -> None: ...
 
     @abc.abstractmethod
     def _disconnected(self, why: str) -> None: ...
 
     @abc.abstractmethod
-    def _advance(self, now: float) -> bool: ...
+    def _advance(self, now: float) -> float:
+        """Moves the core on.
+
+        Returns:
+            Seconds after which it must be called again without a message or `wake`; infinity when nothing is under way.
+        """
 
     @abc.abstractmethod
     def _flush(self, control: zmq.Socket[bytes], now: float) -> None: ...

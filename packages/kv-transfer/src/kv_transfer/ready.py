@@ -6,17 +6,20 @@ Says nothing about pages or rooms: a `Ready` is given together with a chunk, and
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol, runtime_checkable
 
 import kv_planner
 
-__all__ = ["LayerMarks", "Ready"]
+__all__ = ["LayerMarks", "NotifyingReady", "Ready"]
 
 
 @runtime_checkable
 class Ready(Protocol):
-    """Which layers of one chunk have been computed; device events behind it are the caller's."""
+    """Which layers of one chunk have been computed; device events behind it are the caller's.
+
+    One that is no `NotifyingReady` is asked every millisecond.
+    """
 
     def query(self, part: kv_planner.Part, layer_id: int) -> bool:
         """Whether all bytes of the layer lie in the chunk's pages; once true it stays true. Must not block."""
@@ -25,13 +28,26 @@ class Ready(Protocol):
         """Waits for that, at most `seconds`; called by the thread that waits in `SenderSession.finish`."""
 
 
+@runtime_checkable
+class NotifyingReady(Ready, Protocol):
+    """A `Ready` that says when to ask it again, so that a layer leaves at once and nobody polls."""
+
+    def subscribe(self, wake: Callable[[], None]) -> None:
+        """From now on calls `wake` after each change, from any thread.
+
+        `wake` neither blocks nor raises, and may be called at any time later; given twice, it is called once. A sender
+        subscribes when the chunk is handed to it.
+        """
+
+
 class LayerMarks:
-    """Layers that the host marks one by one; all methods may be called from any thread."""
+    """Layers that the host marks one by one; all methods may be called from any thread. A `NotifyingReady`."""
 
     def __init__(self) -> None:
         """Nothing is computed yet."""
         self._changed = threading.Condition()
         self._marked: set[tuple[kv_planner.Part, int]] = set()
+        self._wakes: set[Callable[[], None]] = set()
 
     def mark(self, layer_ids: int | Iterable[int], part: kv_planner.Part = "target") -> None:
         """Says that layers are computed."""
@@ -39,6 +55,14 @@ class LayerMarks:
         with self._changed:
             self._marked.update((part, layer_id) for layer_id in ids)
             self._changed.notify_all()
+            wakes = tuple(self._wakes)
+        for wake in wakes:
+            wake()
+
+    def subscribe(self, wake: Callable[[], None]) -> None:
+        """See `NotifyingReady.subscribe`."""
+        with self._changed:
+            self._wakes.add(wake)
 
     def query(self, part: kv_planner.Part, layer_id: int) -> bool:
         """See `Ready.query`."""

@@ -6,6 +6,7 @@ Thin and thread-safe: what happens is decided in `ReceiverCore` and `ReceiverRoo
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
@@ -311,9 +312,6 @@ class Receiver(Endpoint):
     def _watches_connection(self) -> bool:
         return False
 
-    def _progress_on_poll(self) -> bool:
-        return False
-
     def _receive(self, parts: list[bytes], now: float) -> None:
         if len(parts) >= 2:
             self._core.receive(parts[0], parts[1] if len(parts) == 2 else b"", now)
@@ -321,13 +319,13 @@ class Receiver(Endpoint):
     def _disconnected(self, why: str) -> None:
         raise SessionStateError(f"a bound socket has no single connection: {why}")
 
-    def _advance(self, now: float) -> bool:
+    def _advance(self, now: float) -> float:
         # What a dead peer said last has been read by now: its words count before its death.
         for identity in self._unreachable:
             self._core.unreachable(identity, now)
         self._unreachable.clear()
         self._core.tick(now)
-        return False
+        return math.inf
 
     def _flush(self, control: zmq.Socket[bytes], now: float) -> None:
         blocked: set[bytes] = set()

@@ -6,6 +6,7 @@ Thin and thread-safe: what happens is decided in `SenderCore` and `SenderRoom`; 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
@@ -21,7 +22,7 @@ from kv_transfer.engine_check import require_engine
 from kv_transfer.errors import SessionStateError, TransferError, TransferTimeout
 from kv_transfer.groups import Groups, Manifests
 from kv_transfer.handshake import Rank, check_movable
-from kv_transfer.loop import Endpoint
+from kv_transfer.loop import POLL_SECONDS, Endpoint
 from kv_transfer.regions import register_manifests
 from kv_transfer.secret import check_secret, seal_sender
 from kv_transfer.sender_core import SenderCore
@@ -142,7 +143,9 @@ class Sender(Endpoint):
                 raise SessionStateError("the sender is connected", local=self._core.phase.value)
         self._stop()
         now = time.monotonic()
-        core = SenderCore(self._groups, self._engine, self._timeouts, self._limits, now, self._parts, self._aux)
+        core = SenderCore(
+            self._groups, self._engine, self._timeouts, self._limits, now, self._parts, self._aux, self.wake
+        )
         try:
             with self.lock:
                 self._launch(zmq.DEALER, self._attach)
@@ -262,10 +265,6 @@ class Sender(Endpoint):
     def _watches_connection(self) -> bool:
         return True
 
-    def _progress_on_poll(self) -> bool:
-        # Without batches there is nothing to poll for: layers that are being computed are asked about at leisure.
-        return self._engine.capabilities.progress_on_poll and self._core is not None and self._core.moves_bytes
-
     def _receive(self, parts: list[bytes], now: float) -> None:
         if self._core is not None:
             self._core.receive(parts[-1] if len(parts) == 1 else b"", now)
@@ -274,11 +273,15 @@ class Sender(Endpoint):
         if self._core is not None:
             self._core.disconnected(why)
 
-    def _advance(self, now: float) -> bool:
+    def _advance(self, now: float) -> float:
         if self._core is None:
-            return False
+            return math.inf
         self._core.tick(now)
-        return self._core.step(now)
+        self._core.step(now)
+        capabilities = self._engine.capabilities
+        if self._core.moves_bytes and not capabilities.settles_itself:
+            return 0.0 if capabilities.progress_on_poll else POLL_SECONDS
+        return POLL_SECONDS if self._core.must_ask else math.inf
 
     def _flush(self, control: zmq.Socket[bytes], now: float) -> None:
         outbox = self._core.outbox if self._core is not None else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import kv_planner
 
@@ -71,6 +71,7 @@ class SenderCore:
         now: Monotonic seconds.
         parts: Parts of the model that are sent.
         aux: Auxiliary rows of a request.
+        wake: Called from any thread when `step` has something to do; None where the core is stepped often enough.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class SenderCore:
         now: float,
         parts: Sequence[kv_planner.Part] = ALL_PARTS,
         aux: Sequence[AuxField] = (),
+        wake: Callable[[], None] | None = None,
     ) -> None:
         """Greets the receiver."""
         self.rank = Rank.at(groups.placement)
@@ -91,6 +93,10 @@ class SenderCore:
         self.sends_nothing = False
         self.late_messages = 0
         self.moves_bytes = False
+        """Whether the engine holds batches."""
+        self.must_ask = False
+        """Whether something is awaited that does not say when it is there: a layer, or the time of another try."""
+        self._wake = wake
         self._groups = groups
         self._engine = engine
         self._timeouts = timeouts
@@ -175,17 +181,13 @@ class SenderCore:
         if self.phase is not SenderPhase.GREETING and self._silence.beat_due(now):
             self._post(Heartbeat())
 
-    def step(self, now: float) -> bool:
-        """Moves all rooms on.
-
-        Returns:
-            Whether the engine holds batches or layers are being computed, so that it must be called again soon.
-        """
+    def step(self, now: float) -> None:
+        """Moves all rooms on, and sees what `moves_bytes` and `must_ask` are now."""
         for room in list(self.rooms.values()):
             room.step(now)
         self._collect()
         self.moves_bytes = any(room.in_flight for room in self.rooms.values())
-        return self.moves_bytes or any(room.is_waiting for room in self.rooms.values())
+        self.must_ask = any(room.must_ask for room in self.rooms.values())
 
     def open_room(self, room: int, now: float) -> SenderRoom | None:
         """The room, when the receiver has offered pages for it; None as long as it has not.
@@ -226,6 +228,7 @@ class SenderCore:
             now,
             self._timeouts.transfer,
             self._terms.aux,
+            self._wake,
         )
         self.rooms[room] = opened
         return opened

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import kv_planner
 import pydantic
@@ -29,7 +29,7 @@ from kv_transfer.errors import (
 from kv_transfer.faults import is_fault
 from kv_transfer.groups import Groups
 from kv_transfer.messages import Aborted, Done, GroupDone, Offer, encode
-from kv_transfer.ready import Ready
+from kv_transfer.ready import NotifyingReady, Ready
 from kv_transfer.room_planner import RoomPlanner
 from kv_transfer.spans import Interleave
 from kv_transfer.states import SENDER_STEPS, SenderState, StateMachine
@@ -73,6 +73,7 @@ class SenderRoom:
         timeout: Longest time without progress, in seconds.
         room: Its number.
         aux: Auxiliary rows that were agreed on.
+        wake: Called from any thread when `step` has something to do; None as for `SenderCore`.
     """
 
     def __init__(
@@ -88,8 +89,11 @@ class SenderRoom:
         now: float,
         timeout: float,
         aux: Sequence[AuxField] = (),
+        wake: Callable[[], None] | None = None,
     ) -> None:
         """Ready to send."""
+        self._wake = wake
+        self._asks = False
         self.room = room
         self.offer = offer
         self.generation = offer.generation if offer is not None else 0
@@ -140,9 +144,11 @@ class SenderRoom:
         return len(self._in_flight)
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether layers are handed over that are still to be computed, or batches wait for another try."""
-        return bool(self._awaited or self._waiting_again)
+    def must_ask(self) -> bool:
+        """Whether something is awaited that does not say when it is there: a layer, or the time of another try."""
+        if self._waiting_again:
+            return True
+        return self._asks and any(not isinstance(ready, NotifyingReady) for _, ready in self._awaited)
 
     @property
     def awaited(self) -> tuple[tuple[Step, Ready], ...]:
@@ -160,6 +166,11 @@ class SenderRoom:
         tables = [self._coverage[chunk.where.group, chunk.where.rows] for chunk in chunks]
         for table, chunk in zip(tables, chunks, strict=True):
             table.check(chunk.layers, chunk.where.start, chunk.where.pages)
+        for ready in {id(chunk.ready): chunk.ready for chunk in chunks if chunk.ready is not None}.values():
+            if self._wake is not None and isinstance(ready, NotifyingReady):
+                ready.subscribe(self._wake)
+            else:
+                self._asks = True
         for table, chunk in zip(tables, chunks, strict=True):
             table.claim(chunk.layers, chunk.where.start, chunk.where.pages)
             for step in chunk.steps:
@@ -345,7 +356,10 @@ class SenderRoom:
         while self._queued and len(self._in_flight) < self._limits.batches_in_flight:
             job = self._queued.popleft()
             try:
-                self._in_flight.append((self._engine.submit(self._peer, job.batch), job))
+                handle = self._engine.submit(self._peer, job.batch)
+                self._in_flight.append((handle, job))
+                if self._wake is not None and self._engine.capabilities.settles_itself:
+                    handle.notify(self._wake)
             except BaseException as error:
                 if not is_fault(error):
                     raise

@@ -15,7 +15,7 @@ from kv_transfer.arguments import check_seconds
 from kv_transfer.chunks import Chunk, Step
 from kv_transfer.errors import TransferAborted, TransferError, TransferTimeout
 from kv_transfer.loop import Endpoint
-from kv_transfer.ready import Ready
+from kv_transfer.ready import NotifyingReady, Ready
 from kv_transfer.room_planner import PageLists
 from kv_transfer.sender_room import SenderRoom
 from kv_transfer.spans import Span
@@ -193,10 +193,10 @@ class SenderSession:
             self._sender.wake()
 
     def _wait_computed(self, end: float | None) -> None:
-        """Sleeps in the `Ready` of each step and wakes the sender's thread at once when it is there."""
+        """Sleeps in each `Ready` that would not wake the sender's thread itself, and wakes it when it is there."""
         while True:
             with self._sender.lock:
-                awaited = self._room.awaited
+                awaited = [own for own in self._room.awaited if not isinstance(own[1], NotifyingReady)]
             left = _SLICE if end is None else min(_SLICE, end - time.monotonic())
             if not awaited or left <= 0:
                 return

@@ -44,7 +44,7 @@ class BlockingEngine(abc.ABC):
     Args:
         name: As for `create_engine`.
         session: What peers reach it by.
-        capabilities: Its limits.
+        capabilities: Its limits; `settles_itself` is true of every such engine.
         workers: Batches on their way at once.
     """
 

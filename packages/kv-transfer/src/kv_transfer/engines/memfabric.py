@@ -121,6 +121,7 @@ class MemfabricEngine(BlockingEngine):
                 region_alignment=_DEVICE_PAGE,
                 max_regions=max_regions,
                 max_region_bytes=max_region_bytes,
+                settles_itself=True,
             ),
             workers,
         )

@@ -141,6 +141,7 @@ class MooncakeEngine(BlockingEngine):
                 cross_process=True,
                 max_regions=max_regions,
                 max_region_bytes=max_region_bytes,
+                settles_itself=True,
             ),
             workers,
         )

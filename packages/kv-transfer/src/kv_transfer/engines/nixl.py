@@ -31,6 +31,7 @@ __all__ = ["NixlEngine"]
 
 _MODULES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
 _MEMORY = "DRAM"
+_SHORTEST, _LONGEST = 20e-6, 500e-6  # seconds between two questions after a transfer
 _OPEN: weakref.WeakSet[NixlEngine] = weakref.WeakSet()
 
 
@@ -61,6 +62,8 @@ class _Metadata:
 class NixlEngine:
     """Moves host memory with NIXL; every call into the library happens under one lock.
 
+    The library ends no batch by itself: a thread asks after those that do not end within `submit`.
+
     Args:
         max_entries_per_batch: Longest batch.
         log_level: What the library writes to standard error, unless NIXL_LOG_LEVEL says otherwise already.
@@ -86,7 +89,9 @@ class NixlEngine:
                 consequence="the engine cannot be used",
                 remedy="check UCX_TLS and UCX_NET_DEVICES, and the library's log (NIXL_LOG_LEVEL=DEBUG)",
             ) from error
-        self._capabilities = EngineCapabilities(max_entries_per_batch=max_entries_per_batch, cross_process=True)
+        self._capabilities = EngineCapabilities(
+            max_entries_per_batch=max_entries_per_batch, cross_process=True, settles_itself=True
+        )
         self._regions = RegionTable()
         self._registered: dict[int, Any] = {}
         self._changes = 0
@@ -95,6 +100,9 @@ class NixlEngine:
         self._pending: set[_Handle] = set()
         self._lock = threading.RLock()
         self._closed = False
+        self._nudge = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="kv-transfer-nixl", daemon=True)
+        self._watcher.start()
         _OPEN.add(self)
 
     @property
@@ -142,14 +150,14 @@ class NixlEngine:
                 self._changes += 1
 
     def submit(self, peer: str, batch: Blocks) -> TransferHandle:
-        """See `TransferEngine.submit`."""
+        """See `TransferEngine.submit`. Within a host the library copies in this call, so it lasts as long as that."""
         self._refuse_closed()
         self._capabilities.check_entries(len(batch.nbytes))
         self._regions.check(batch.source, batch.nbytes, "source")
         handle = _Handle(peer, batch)
         with self._lock:
             self._refuse_closed()
-            if not len(batch.nbytes):
+            if not handle.blocks:
                 handle.settle(DONE)
                 return handle
             try:
@@ -163,17 +171,12 @@ class NixlEngine:
                 self._take(handle, self._agent.transfer(handle.transfer))
             except Exception as error:
                 self._fail(handle, error)
+            if self._pending:
+                self._nudge.set()
         return handle
 
     def poll(self, handle: TransferHandle) -> TransferStatus:
         """See `TransferEngine.poll`."""
-        if isinstance(handle, _Handle) and not handle.status.is_terminal:
-            with self._lock:
-                if not handle.status.is_terminal:
-                    try:
-                        self._take(handle, self._agent.check_xfer_state(handle.transfer))
-                    except Exception as error:
-                        self._fail(handle, error)
         return handle.status
 
     def cancel(self, handle: TransferHandle) -> None:
@@ -191,8 +194,9 @@ class NixlEngine:
             self._closed = True
             for handle in list(self._pending):
                 self._let_go(handle, TransferStatus(TransferState.FAILED, "the engine was closed"))
-                while not handle.status.is_terminal:
-                    self.poll(handle)
+            self._nudge.set()
+        self._watcher.join()
+        with self._lock:
             for address in self._regions.clear():
                 self._agent.deregister_memory(self._registered.pop(address))
             for agent in self._loaded:
@@ -200,6 +204,28 @@ class NixlEngine:
             self._peers.clear()
             self._loaded.clear()
             del self._agent
+
+    def _watch(self) -> None:
+        """Asks after the transfers that run: often at first and after each end, then at growing intervals."""
+        pause: float | None = None
+        while True:
+            self._nudge.wait(pause)
+            with self._lock:
+                self._nudge.clear()
+                before = len(self._pending)
+                for handle in list(self._pending):
+                    self._look(handle)
+                left = len(self._pending)
+                if self._closed and not left:
+                    return
+            again = _SHORTEST if pause is None or left < before else min(2 * pause, _LONGEST)
+            pause = again if left else None
+
+    def _look(self, handle: _Handle) -> None:
+        try:
+            self._take(handle, self._agent.check_xfer_state(handle.transfer))
+        except Exception as error:
+            self._fail(handle, error)
 
     def _agent_of(self, peer: str) -> str:
         """The peer's agent, known by its newest metadata.
