@@ -27,10 +27,12 @@ from kv_planner import ComponentSpec, ModelLayout, PrefixIndex
 from kv_pool import MhaPool, MlaPool, OutOfPages, PageAllocator
 from kv_pool.hicache import (
     Acquired,
+    CopyLimits,
     HiCacheController,
     HostLayout,
     HostPool,
     Mirror,
+    Mover,
     MoverName,
     Namespace,
     StorageTier,
@@ -194,9 +196,10 @@ class CacheBench:
         pages: int,
         host_pages: int,
         policy: WritePolicy = "write_through",
-        mover: MoverName | None = None,
+        mover: Mover | MoverName | None = None,
         host_layout: HostLayout = "page_first_direct",
         streams: Streams | None = None,
+        limits: CopyLimits | None = None,
     ) -> None:
         self.size = layout.page_size
         kind = MlaPool if any(spec.component == "latent" for spec in layout.components) else MhaPool
@@ -204,7 +207,7 @@ class CacheBench:
         self.allocator = PageAllocator(self.pool.num_pages, self.size)
         self.host = HostPool(self.pool, pages=host_pages, layout=host_layout)
         self.index = PrefixIndex(self.size, device_pages=pages + 1, host_pages=host_pages + 1)
-        self.options: Any = {"policy": policy, "mover": mover, "streams": streams}
+        self.options: Any = {"policy": policy, "mover": mover, "streams": streams, "limits": limits}
         self.attach(None)
         self.layers = sorted({layer for mirror in self.host.mirrors for layer in mirror.layer_ids})
 
@@ -324,10 +327,11 @@ class CacheMachine(RuleBasedStateMachine):
         pages=st.integers(3, 9),
         host_pages=st.integers(1, 14),
         policy=st.sampled_from(["write_through", "write_through_selective", "write_back"]),
+        limits=st.builds(CopyLimits, batch_pages=st.sampled_from([1, 2, 3, 1024]), layers_ahead=st.integers(1, 4)),
     )
-    def start(self, pages: int, host_pages: int, policy: WritePolicy) -> None:
-        self.sizes = (pages, host_pages)
-        self.bench = self.make(self.device, pages, host_pages, policy=policy)
+    def start(self, pages: int, host_pages: int, policy: WritePolicy, limits: CopyLimits) -> None:
+        self.sizes, self.limits = (pages, host_pages), limits
+        self.bench = self.make(self.device, pages, host_pages, policy=policy, limits=limits)
 
     @rule(name=st.integers(0, len(BRANCHES) - 1), length=st.integers(1, 22), namespace=st.sampled_from([None, "other"]))
     def acquire(self, name: int, length: int, namespace: str | None) -> None:
@@ -392,9 +396,26 @@ class CacheMachine(RuleBasedStateMachine):
     def restart(self, name: int, length: int) -> None:
         self.serve(name, length, True)
         self.teardown()
-        self.bench = self.make(self.device, *self.sizes, policy=self.bench.cache.policy, restarted=True)
+        self.bench = self.make(
+            self.device, *self.sizes, policy=self.bench.cache.policy, limits=self.limits, restarted=True
+        )
         self.prefetch(name, length, False)
         self.serve(name, length, False)
+
+    @rule(name=st.integers(0, len(BRANCHES) - 1), length=st.integers(8, 22))
+    def stop(self, name: int, length: int) -> None:
+        """A prompt is brought back from the host, and aborted at once."""
+        self.serve(name, length, True)
+        self.bench.cache.evict(self.bench.allocator.total)
+        with suppress(OutOfPages):
+            acquired = self.bench.cache.acquire(branch(name, length))
+            self.bench.cache.load(acquired)
+            self.bench.cache.abort(acquired)
+
+    @rule()
+    def cancel_backups(self) -> None:
+        waiting = self.bench.cache.under_way.queued_backups
+        assert self.bench.cache.cancel_backups() == waiting and self.bench.cache.under_way.queued_backups == 0
 
     @rule(pages=st.integers(1, 9))
     def evict(self, pages: int) -> None:

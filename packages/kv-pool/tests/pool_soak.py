@@ -25,7 +25,7 @@ if __name__ == "__main__":
 from conftest import BRANCHES, CacheBench, CacheMachine
 from kv_planner import ComponentSpec, ModelLayout
 from kv_pool import OutOfPages
-from kv_pool.hicache import Canary, FileStorage, ImmediateStreams, StorageTier, WritePolicy
+from kv_pool.hicache import Canary, CopyLimits, FileStorage, ImmediateStreams, StorageTier, WritePolicy
 from test_pool_hicache_random import LateStreams, sparse_layout
 from test_pool_storage_files import crash
 
@@ -62,14 +62,27 @@ class Soak:
         machine = type("Machine", (CacheMachine,), {"make": staticmethod(self.make), "device": "cpu"})
         self.machine: Any = machine()
         self.machine.start(
-            pages=int(self.random.integers(3, 10)), host_pages=int(self.random.integers(1, 15)), policy=self.policy
+            pages=int(self.random.integers(3, 10)),
+            host_pages=int(self.random.integers(1, 15)),
+            policy=self.policy,
+            limits=CopyLimits(int(self.random.choice([1, 2, 3, 1024])), int(self.random.integers(1, 5))),
         )
 
-    def make(self, device: str, pages: int, host_pages: int, *, policy: WritePolicy, restarted: bool = False) -> Any:
+    def make(
+        self,
+        device: str,
+        pages: int,
+        host_pages: int,
+        *,
+        policy: WritePolicy,
+        limits: CopyLimits,
+        restarted: bool = False,
+    ) -> Any:
         """A cache; after a restart over the store that the last one filled."""
         streams = (ImmediateStreams, LateStreams)[int(self.random.integers(2))]()
         made = layout(self.pool)
-        bench = CacheBench(made, device=device, pages=pages, host_pages=host_pages, policy=policy, streams=streams)
+        bench = CacheBench(made, device=device, pages=pages, host_pages=host_pages, policy=policy, streams=streams,
+                           limits=limits)  # fmt: skip
         canary = Canary(bench.host) if "canary" in self.levels else None
         bench.options["canary"] = canary
         if self.levels != LEVELS[0]:
@@ -84,7 +97,14 @@ class Soak:
     def step(self) -> None:
         """One of the machine's steps, chosen and filled in at random; then its laws."""
         machine, random = self.machine, self.random
-        rules: list[Callable[[], None]] = [self.acquire, self.serve, self.evict, self.acknowledge]
+        rules: list[Callable[[], None]] = [
+            self.acquire,
+            self.serve,
+            self.evict,
+            self.acknowledge,
+            self.stop,
+            self.queue,
+        ]
         if machine.running:
             rules += [self.limit, self.load, self.finish, self.finish, self.abort]
         if machine.bench.cache._storage is not None:
@@ -138,6 +158,16 @@ class Soak:
         if acquired.state == "acquired":
             self.machine.bench.cache.load(acquired)
 
+    def stop(self) -> None:
+        self.machine.stop(**self.text(8))
+
+    def queue(self) -> None:
+        """Backups that find another one under way, and now and then are given up."""
+        for _ in range(2):
+            self.machine.serve(**self.text(8), wait=False)
+        if self.random.integers(2):
+            self.machine.cancel_backups()
+
     def finish(self) -> None:
         acquired = self.taken()
         done = self.machine.bench.run(acquired)
@@ -152,6 +182,8 @@ class Soak:
         counters = self.machine.bench.cache.counters
         self.counts["device_hits"] += counters.device_hit_tokens
         self.counts["host_hits"] += counters.host_hit_tokens
+        self.counts["stopped"] += counters.cancelled_load_pages
+        self.counts["given_up"] += counters.cancelled_backup_pages
         self.counts["evicted"] += counters.evicted_device_pages + counters.evicted_host_pages
         if (storage := self.machine.bench.cache._storage) is not None:
             self.counts["stored"] += storage.counters.written_pages
@@ -202,6 +234,8 @@ def main() -> None:
         ("read", "pages read from a store"),
         ("evicted", "pages evicted"),
         ("abort", "requests aborted"),
+        ("stopped", "pages of loads stopped by an abort"),
+        ("given_up", "pages of backups given up while they waited"),
         ("restarts", "restarts over the store"),
     ):
         print(f"count: {title} | {total[name]:,}")

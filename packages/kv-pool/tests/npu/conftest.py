@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import ascend_emulator
@@ -12,7 +13,7 @@ from kv_pool.hicache import Lane, Mark, Streams, create_streams
 
 ascend_emulator.install()
 
-import torch_npu  # noqa: E402, F401
+import torch_npu  # noqa: E402
 
 
 class WithoutWait:
@@ -32,6 +33,39 @@ class WithoutWait:
 
     def on(self, lane: Lane) -> Any:
         return self.inner.on(lane)
+
+
+class WaitsOnce(WithoutWait):
+    """The lanes of the device, of which one waits for the first mark alone."""
+
+    waited = False
+
+    def wait(self, lane: Lane, mark: Mark) -> None:
+        if lane != self.deaf or not self.waited:
+            self.inner.wait(lane, mark)
+        self.waited = self.waited or lane == self.deaf
+
+
+@contextmanager
+def _held_back() -> Iterator[None]:
+    event, other = torch_npu.npu.ExternalEvent(), torch_npu.npu.Stream()
+    event.wait(torch_npu.npu.current_stream())
+    try:
+        yield
+    finally:
+        event.record(other)
+
+
+@pytest.fixture
+def held_back() -> Callable[[], AbstractContextManager[None]]:
+    """Makes contexts: the current stream does nothing of what is issued inside, until the end."""
+    return _held_back
+
+
+@pytest.fixture
+def waits_once() -> Callable[[Lane], Streams]:
+    """Makes the lanes of the device, of which one waits for the first mark alone."""
+    return WaitsOnce
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ emulator's own check of the order, which would stop such a run, is off in it (te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import ascend_emulator
@@ -22,17 +22,7 @@ MOVERS: list[tuple[MoverName, HostLayout]] = [("dim_exchange", "page_first_direc
 POLICIES: list[WritePolicy] = ["write_through", "write_through_selective", "write_back"]
 Text = Callable[[int, int], list[int]]
 WithoutWait = Callable[[Lane], Streams]
-
-
-@contextmanager
-def held_back() -> Iterator[None]:
-    """The current stream does nothing of what is issued inside, until the end."""
-    event, other = torch_npu.npu.ExternalEvent(), torch_npu.npu.Stream()
-    event.wait(torch_npu.npu.current_stream())
-    try:
-        yield
-    finally:
-        event.record(other)
+HeldBack = Callable[[], AbstractContextManager[None]]
 
 
 def checked(complete: bool) -> AbstractContextManager[None]:
@@ -76,6 +66,7 @@ def test_a_backup_waits_for_the_compute_before_it(
     host_layout: HostLayout,
     complete: bool,
     without_wait: WithoutWait,
+    held_back: HeldBack,
 ) -> None:
     with checked(complete):
         streams = None if complete else without_wait("backup")
@@ -106,6 +97,7 @@ def test_a_load_waits_for_the_last_reader_of_its_pages(
     host_layout: HostLayout,
     complete: bool,
     without_wait: WithoutWait,
+    held_back: HeldBack,
 ) -> None:
     with checked(complete):
         streams = None if complete else without_wait("load")
@@ -140,6 +132,7 @@ def test_compute_waits_for_the_layer_that_it_reads(
     host_layout: HostLayout,
     complete: bool,
     without_wait: WithoutWait,
+    held_back: HeldBack,
 ) -> None:
     with checked(complete):
         streams = None if complete else without_wait("compute")
@@ -160,7 +153,9 @@ def test_compute_waits_for_the_layer_that_it_reads(
         cache.drain()
 
 
-def test_pages_under_way_are_pinned_until_acknowledged(make_cache: Callable[..., Any], text: Text) -> None:
+def test_pages_under_way_are_pinned_until_acknowledged(
+    make_cache: Callable[..., Any], text: Text, held_back: HeldBack
+) -> None:
     bench = make_cache(NPU, pages=8, host_pages=6)
     cache = bench.cache
     bench.serve(text(1, 13))
@@ -191,7 +186,11 @@ def test_any_interleaving(run_machine: Callable[..., None]) -> None:
 
 @pytest.mark.parametrize(("mover", "host_layout"), MOVERS)
 def test_a_request_that_finds_pages_under_way_waits_for_them(
-    make_cache: Callable[..., Any], text: Text, mover: MoverName, host_layout: HostLayout
+    make_cache: Callable[..., Any],
+    text: Text,
+    mover: MoverName,
+    host_layout: HostLayout,
+    held_back: HeldBack,
 ) -> None:
     bench = make_cache(NPU, mover=mover, host_layout=host_layout)
     cache = bench.cache

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from kv_planner import TierConflict, TierOrder
 
-from kv_pool.hicache._inflight import Backup, BackupBatch
+from kv_pool.hicache._inflight import Backup, BackupBatch, SharedLock
 from kv_pool.hicache.streams import issue
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Backups:
             self._host.allocator.release(host_pages)
             self._index.unlock(lock)
             raise
-        self._queue.append(Backup(nodes, device_pages, host_pages, lock, after))
+        self._queue.append(Backup(nodes, device_pages, host_pages, SharedLock(lock), after))
         self.submit()
 
     def submit(self) -> None:
@@ -188,5 +188,6 @@ class Backups:
         self._unlock(part)
 
     def _unlock(self, part: Backup) -> None:
-        if part.lock is not None:
-            self._index.unlock(part.lock)
+        part.lock.holders -= 1
+        if not part.lock.holders:
+            self._index.unlock(part.lock.lock)

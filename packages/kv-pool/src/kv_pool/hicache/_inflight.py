@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kv_pool.hicache.streams import Mark
     from kv_pool.tables import IntArray
 
-__all__ = ["Backup", "BackupBatch", "CopyLimits", "Load", "LoadBatch", "UnderWay"]
+__all__ = ["Backup", "BackupBatch", "CopyLimits", "Load", "LoadBatch", "SharedLock", "UnderWay"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,19 @@ class UnderWay:
     reads: int = 0
 
 
+@dataclass(eq=False)
+class SharedLock:
+    """A lock of the index over the parts of one backup that was cut.
+
+    Attributes:
+        lock: The lock.
+        holders: Parts that have not ended.
+    """
+
+    lock: PrefixLock
+    holders: int = 1
+
+
 @dataclass(frozen=True, eq=False)
 class Backup:
     """Device pages that are to be copied to the host, or are on their way.
@@ -77,23 +90,24 @@ class Backup:
         nodes: Index nodes, parents first.
         device_pages: Where they lie.
         host_pages: Where they go; nobody else's until they are acknowledged.
-        lock: Keeps the device pages; `None` for all parts but the last of a backup that was cut.
+        lock: Keeps the device pages, until its last part has ended.
         after: End of the compute that fills them.
     """
 
     nodes: IntArray
     device_pages: IntArray
     host_pages: IntArray
-    lock: PrefixLock | None
+    lock: SharedLock
     after: Mark
 
     def cut(self, count: int) -> tuple[Backup, Backup]:
-        """The first pages, and the rest, which keeps the lock."""
+        """The first pages, and the rest."""
         first, rest = (
             (self.nodes[part], self.device_pages[part], self.host_pages[part])
             for part in (slice(count), slice(count, None))
         )
-        return Backup(*first, None, self.after), Backup(*rest, self.lock, self.after)
+        self.lock.holders += 1
+        return Backup(*first, self.lock, self.after), Backup(*rest, self.lock, self.after)
 
 
 @dataclass(frozen=True)
