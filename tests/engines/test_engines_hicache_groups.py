@@ -172,6 +172,10 @@ def test_states_are_kept_by_rank_though_latents_are_not(tmp_path: Path) -> None:
         asked = [PoolTransfer(name)]
         assert [rank.batch_exists_v2(KEYS[:1], asked).kv_hit_pages for rank in ranks] == [1, 0]
     assert [rank.batch_exists(KEYS[:1]) for rank in ranks] == [1, 1]
+    folder = tmp_path / "theirs"
+    theirs = [HiCacheFile(config(folder, is_mla_model=True, tp_rank=r, tp_size=2), str(folder)) for r in (0, 1)]
+    key = f"{KEYS[0]}.{PoolName.DRAFT}"  # SGLang's file store keeps the state apart, but not the draft's heads
+    assert theirs[0].set(key, torch.zeros(8)) and theirs[1].exists(key)
 
 
 def test_an_anchor_without_bytes_is_a_mark(tmp_path: Path) -> None:
