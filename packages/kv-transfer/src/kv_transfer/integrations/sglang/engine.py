@@ -1,0 +1,220 @@
+"""Owns SGLang's view of a `TransferEngine`: its session ids, its registration calls, and blocks moved until they are.
+
+SGLang's managers ask for `batch_register`, `batch_transfer_sync` and a session id that ends in a port; a kv_transfer
+engine registers ranges, takes batches and has a session of its own form. It does not know what the blocks hold.
+"""
+
+from __future__ import annotations
+
+import binascii
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer.engine import Blocks, TransferEngine
+from kv_transfer.errors import EngineError, TransferError, TransferFailed
+from kv_transfer.regions import merge_regions
+
+__all__ = ["BlockList", "SessionEngine", "session_of"]
+
+_PREFIX = "kv-transfer/1/"
+_PAUSE = 0.0002
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockList:
+    """Blocks by their numbers; a `kv_transfer.engine.Blocks`.
+
+    Attributes:
+        source: Shape: [blocks].
+        destination: Shape: [blocks].
+        nbytes: Shape: [blocks].
+    """
+
+    source: npt.NDArray[np.uint64]
+    destination: npt.NDArray[np.uint64]
+    nbytes: npt.NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, source: Sequence[int], destination: Sequence[int], nbytes: Sequence[int]) -> BlockList:
+        """Takes lists of numbers; blocks without bytes are left out.
+
+        Raises:
+            TransferFailed: Lists of unequal length, or a number that is no 64-bit address.
+        """
+        if not len(source) == len(destination) == len(nbytes):
+            raise TransferFailed(
+                f"blocks: {len(source)} sources, {len(destination)} destinations, {len(nbytes)} lengths",
+                consequence="nothing was written",
+                remedy="give one of each for every block",
+            )
+        kept = [block for block in zip(source, destination, nbytes, strict=True) if block[2]]
+        for block in kept:
+            if min(block) < 0 or max(block[0], block[1]) + block[2] >= 1 << 64:
+                raise TransferFailed(
+                    f"block {block}: an address outside the 64-bit range",
+                    local=block,
+                    consequence="nothing was written",
+                    remedy="check pointers, item lengths and page ids",
+                )
+        columns = [np.array(column, np.uint64) for column in zip(*kept, strict=True)] or [np.empty(0, np.uint64)] * 3
+        return cls(*columns)
+
+
+def session_of(wire: str, engine: str) -> str:
+    """The engine's session inside a session id of SGLang's control messages.
+
+    Args:
+        wire: As a peer sent it. One without our prefix is of SGLang's own manager, and is taken as it is.
+        engine: Name of the local engine.
+
+    Raises:
+        EngineError: The peer moves bytes with another engine.
+    """
+    if not wire.startswith(_PREFIX):
+        return wire
+    name, _, rest = wire.removeprefix(_PREFIX).partition("/")
+    if name != engine:
+        raise EngineError(
+            f"the peer moves bytes with {name!r}, this side with {engine!r}",
+            local=engine,
+            consequence="nothing was written",
+            remedy="set the same engine on both sides",
+        )
+    return rest.rpartition(":")[0]
+
+
+class SessionEngine:
+    """An engine with SGLang's calls.
+
+    Args:
+        engine: Moves the bytes; closed with `close`.
+        timeout: Seconds after which a transfer that does not end counts as failed; the engine's own limit is the
+            shorter one where it has one.
+    """
+
+    def __init__(self, engine: TransferEngine, *, timeout: float = 300.0) -> None:
+        self.engine = engine
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._registered: dict[int, int] = {}
+
+    def get_session_id(self) -> str:
+        """What peers name this side by; read after `batch_register`, since an engine's session may name its memory.
+
+        It ends in a number, as SGLang shards its queues by the port behind the last colon.
+        """
+        session = self.engine.session
+        return f"{_PREFIX}{self.engine.name}/{session}:{binascii.crc32(session.encode()) % 65536}"
+
+    def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int:
+        """Opens memory; neighbours are joined, and empty buffers are left out.
+
+        Returns:
+            0.
+
+        Raises:
+            EngineError: The engine refused a range; none of this call is open.
+        """
+        regions = merge_regions((int(at), int(size)) for at, size in zip(ptrs, lengths, strict=True) if size)
+        done: list[int] = []
+        with self._lock:
+            try:
+                for address, nbytes in regions:
+                    if self._registered.get(address) != nbytes:
+                        self.engine.register(address, nbytes)
+                        done.append(address)
+            except TransferError:
+                for address in done:
+                    self.engine.unregister(address)
+                raise
+            self._registered.update(dict(regions))
+        return 0
+
+    def batch_deregister(self, ptrs: Sequence[int]) -> int:
+        """Closes all memory that `batch_register` opened: joined ranges have no starts of single buffers."""
+        with self._lock:
+            for address in self._registered:
+                self.engine.unregister(address)
+            self._registered.clear()
+        return 0
+
+    def batch_transfer_sync(
+        self, session: str, sources: Sequence[int], destinations: Sequence[int], lengths: Sequence[int]
+    ) -> int:
+        """Writes blocks, as SGLang's engines do.
+
+        Returns:
+            0, or -1 with the reason in the log.
+        """
+        try:
+            self.move(session, self._split(BlockList.of(sources, destinations, lengths)))
+        except TransferError as error:
+            logger.error("transfer to %s failed: %s", session[:80], error)
+            return -1
+        return 0
+
+    def send_probe(self, session: str) -> int:
+        """SGLang's question whether a failed peer is back: a failed session stays failed until it registers anew."""
+        return -1
+
+    def move(self, session: str, batches: Iterable[Blocks]) -> int:
+        """Writes batches, one after another, and waits for each.
+
+        Returns:
+            Bytes written.
+
+        Raises:
+            EngineError: Another engine's peer, or memory that is not registered.
+            TransferFailed: The engine could not write; what arrived is undefined.
+        """
+        peer, moved = session_of(session, self.engine.name), 0
+        for batch in batches:
+            if not len(batch.nbytes):
+                continue
+            handle = self.engine.submit(peer, batch)
+            limit = time.monotonic() + self._timeout
+            while not (status := self.engine.poll(handle)).is_terminal:
+                if time.monotonic() > limit:
+                    self.engine.cancel(handle)
+                    raise TransferFailed(
+                        f"{self.engine.name}: {handle.blocks} blocks to {peer[:80]} did not end in {self._timeout:g} s",
+                        consequence="the engine may still write: the destination must not be used again yet",
+                        remedy="look after the peer, or raise the time-out",
+                    )
+                if not self.engine.capabilities.progress_on_poll:
+                    time.sleep(_PAUSE)
+            if status.error:
+                raise TransferFailed(status.error, consequence="the destination holds undefined bytes")
+            moved += handle.nbytes
+        return moved
+
+    def close(self) -> None:
+        """Ends the engine."""
+        self.engine.close()
+
+    def _split(self, blocks: BlockList) -> Iterable[Blocks]:
+        caps = self.engine.capabilities
+        most, longest = caps.max_entries_per_batch, caps.max_block_bytes
+        if longest is not None and len(blocks.nbytes) and int(blocks.nbytes.max()) > longest:
+            blocks = _cut(blocks, longest)
+        count = len(blocks.nbytes)
+        step = most or max(count, 1)
+        for start in range(0, count, step):
+            window = slice(start, start + step)
+            yield BlockList(blocks.source[window], blocks.destination[window], blocks.nbytes[window])
+
+
+def _cut(blocks: BlockList, longest: int) -> BlockList:
+    pieces: list[tuple[int, int, int]] = []
+    for source, destination, nbytes in zip(
+        blocks.source.tolist(), blocks.destination.tolist(), blocks.nbytes.tolist(), strict=True
+    ):
+        pieces += [(source + at, destination + at, min(longest, nbytes - at)) for at in range(0, nbytes, longest)]
+    return BlockList.of(*(list(column) for column in zip(*pieces, strict=True)))

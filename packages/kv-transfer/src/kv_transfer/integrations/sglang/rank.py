@@ -1,0 +1,52 @@
+"""Owns what the parts of the manager share: this rank, as planning sees it. `manager_class` adds SGLang's own part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from kv_transfer.integrations.sglang.names import own_names
+from kv_transfer.integrations.sglang.peer import Local
+from kv_transfer.integrations.sglang.words import word
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    _Base: TypeAlias = Any
+else:
+    _Base = object
+
+__all__ = ["RELEASE", "Rank"]
+
+RELEASE: Final = "SGLang 0.5.23"
+
+
+class Rank(_Base):  # type: ignore[misc]  # Any: SGLang's manager
+    """A rank with SGLang's attributes: `kv_args`, `attn_tp_size`, `pp_size` and the rest."""
+
+    def _local(self) -> Local:
+        args = self.kv_args
+        size = getattr(self, "attn_tp_size", 1)
+        return Local(
+            args,
+            bool(getattr(self, "is_mla_backend", False) or getattr(self, "is_hybrid_mla_backend", False)),
+            int(getattr(args, "engine_rank", 0) or 0) % size,
+            size,
+            getattr(self, "state_tp_size", size),
+            int(getattr(args, "pp_rank", 0) or 0),
+            getattr(self, "pp_size", 1),
+        )
+
+    def _shared(self) -> list[bool]:
+        """Whether each own buffer carries the slots of all sharing ranks at decode: index keys, and drafts."""
+        args: Any = self.kv_args
+        entries = len(args.kv_data_ptrs)
+        if self._is_npu_dsa_layout():
+            given = getattr(self, "_dcp_remote_decode_layout", None)
+            if given is not None and len(given) == entries:
+                return [bool(one) for one in given]
+            return [name[0] == "index_key" or name[1] == "draft" for name in own_names(args, **self._local().stage)]
+        drafts = int(getattr(args, "num_draft_entries", 0) or 0)
+        return [entry >= entries - drafts for entry in range(entries)]
+
+    def _is_prefill(self) -> bool:
+        return word(self.disaggregation_mode) == "prefill"

@@ -1,0 +1,141 @@
+"""Owns how a decode rank registers with a prefill rank, and how that is compared before any room is served.
+
+What the comparison is, `Peer` owns. A registration that is refused fails the peer's rooms; a message that is none is
+dropped, where SGLang's receiving thread would end.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Callable
+from typing import Any, Final
+
+import kv_planner
+
+from kv_transfer.errors import TransferError
+from kv_transfer.integrations._engine import engine_module
+from kv_transfer.integrations.sglang.names import Name, own_names, refusal
+from kv_transfer.integrations.sglang.peer import Peer
+from kv_transfer.integrations.sglang.published import Published, decode
+from kv_transfer.integrations.sglang.rank import RELEASE, Rank
+from kv_transfer.integrations.sglang.words import word
+
+__all__ = ["Registrations"]
+
+_FRAMES: Final = 20
+_STAGING: Final = (b"WATERMARK", b"STAGING_RSP")
+logger = logging.getLogger(__name__)
+
+
+class Registrations(Rank):
+    """The manager's part that registers with peers and hears registrations."""
+
+    def _begin(self) -> None:
+        """The state of this part; the managers' constructors call `init_engine` first."""
+        self._peers: dict[str, Peer] = {}
+        self._said: dict[str, Published | TransferError] = {}
+        self._refused: dict[str, str] = {}
+        self._registering = ""
+
+    def build_receiver_registration_message(self) -> list[bytes]:
+        """SGLang's frames, and one with what they leave out.
+
+        Raises:
+            UnsupportedLayout: A state's item is longer than SGLang's frames can say (A-39).
+        """
+        args = self.kv_args
+        longest = max((size for sizes in args.state_item_lens or () for size in sizes), default=0)
+        if longest >= 1 << 32:
+            raise refusal(
+                "state_item_lens", longest, (1 << 32) - 1, "SGLang registers item lengths of states in 32 bits",
+                "hold the state in several tensors",
+            )  # fmt: skip
+        frames: list[bytes] = super().build_receiver_registration_message()
+        return [*frames, self._published().encode()]
+
+    def _published(self) -> Published:
+        args = self.kv_args
+        names: tuple[Name, ...] = ()
+        if getattr(args, "kv_entry_names", None) or not getattr(args, "kv_layer_ids", None):  # ids have a frame
+            try:
+                names = own_names(args, **self._local().stage)
+            except TransferError as error:
+                logger.info("buffers are registered without names: %s", error)
+        return Published(
+            page_size=args.page_size,
+            dtype=str(getattr(args, "kv_cache_dtype_str", "") or ""),
+            names=names,
+            kv_nbytes=tuple(args.kv_data_lens),
+            aux_item_bytes=tuple(args.aux_item_lens),
+            aux_nbytes=tuple(args.aux_data_lens),
+            state_types=tuple(word(kind) for kind in args.state_types or ()),
+            state_nbytes=tuple(tuple(sizes) for sizes in args.state_data_lens or ()),
+        )
+
+    def _make_worker_recv(self, socket: Any, timeout_ms: int = 500) -> Callable[[], list[bytes] | None]:
+        """SGLang's receive call; takes our frame off registrations, and drops messages that are none."""
+        receive = super()._make_worker_recv(socket, timeout_ms)
+
+        def checked() -> list[bytes] | None:
+            message: list[bytes] | None = receive()
+            if message is None or not self._is_prefill():
+                return message
+            try:
+                return self._heard(message)
+            except (ValueError, IndexError, struct.error) as error:  # UnicodeDecodeError among them
+                logger.warning("a control message of %d frames was dropped: %s", len(message), error)
+                return None
+
+        return checked
+
+    def _heard(self, message: list[bytes]) -> list[bytes]:
+        """A control message as SGLang's own code reads it; reads it once before, so that none ends its thread."""
+        words = engine_module("sglang.srt.disaggregation.mooncake.conn", RELEASE)
+        if message[0] == b"None":
+            session = words.KVArgsRegisterInfo.from_zmq(message[:_FRAMES]).mooncake_session_id
+            self._registering = session
+            self._refused.pop(session, None)
+            self._said.pop(session, None)
+            if len(message) > _FRAMES:
+                try:
+                    self._said[session] = decode(message[_FRAMES])
+                except TransferError as error:
+                    self._said[session] = error
+            return message[:_FRAMES]
+        if message[0] not in (words.ABORT_TAG, *_STAGING):
+            words.TransferInfo.from_zmq(message)
+        return message
+
+    def _validate_peer_state_layout(self, registration_info: Any) -> tuple[bool, str | None]:
+        """Compare a peer whole: (whether it was compared, why it is refused)."""
+        session = registration_info.mooncake_session_id
+        self._peers.pop(session, None)
+        reason = self._refused.pop(session, None)
+        said = self._said.get(session)
+        try:
+            if isinstance(said, TransferError):
+                raise said
+            if reason is None:
+                self._peers[session] = Peer(self._local(), registration_info, said, shared=self._shared())
+                return True, None
+        except (TransferError, kv_planner.PlanError) as error:
+            reason = str(error)
+        return False, reason
+
+    def requires_dcp_relayout(self, dst_dcp_size: int, dst_dcp_rank: int) -> bool:
+        """SGLang's question; a topology that it does not serve refuses the peer, not the thread that asks."""
+        try:
+            return bool(super().requires_dcp_relayout(dst_dcp_size, dst_dcp_rank))
+        except RuntimeError as error:
+            self._refused[self._registering] = str(error)
+            return False
+
+    def prepare_dcp_token_item_lens(self, dst_page_item_lens: list[int | None], dst_dcp_size: int) -> list[int]:
+        """Bytes of a token, in each own buffer; a peer of another geometry is refused."""
+        try:
+            lengths: list[int] = super().prepare_dcp_token_item_lens(dst_page_item_lens, dst_dcp_size)
+        except RuntimeError as error:
+            self._refused[self._registering] = str(error)
+            return []
+        return lengths
