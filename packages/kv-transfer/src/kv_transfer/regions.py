@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kv_transfer.engine import RegistersTogether, TransferEngine
 from kv_transfer.errors import RegionError
 
-__all__ = ["RegionTable", "check_region_count", "plan_regions", "register_manifests"]
+__all__ = ["RegionTable", "check_region_count", "plan_regions", "register_buffers", "register_manifests"]
 
 _TOP = 1 << 64
 
@@ -230,6 +230,16 @@ def register_manifests(
 ) -> tuple[int, ...]:
     """Registers the memory of a rank's entries of `parts`; other memory stays closed to peers.
 
+    Returns and errors are those of `register_buffers`.
+    """
+    wanted = set(parts)
+    entries = [entry for manifest in manifests for entry in manifest.entries if entry.part in wanted]
+    return register_buffers(engine, {(entry.address, entry.nbytes) for entry in entries})
+
+
+def register_buffers(engine: TransferEngine, buffers: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    """Registers (address, bytes) ranges.
+
     All or nothing: what the engine's limits forbid is refused before it is asked, and when one region is refused, those
     before it are taken back.
 
@@ -240,9 +250,7 @@ def register_manifests(
         EngineError: The engine refused a region.
         RegionError: Its limits do not allow them; see `plan_regions`.
     """
-    wanted = set(parts)
-    entries = [entry for manifest in manifests for entry in manifest.entries if entry.part in wanted]
-    regions = plan_regions(engine, {(entry.address, entry.nbytes) for entry in entries})
+    regions = plan_regions(engine, buffers)
     if isinstance(engine, RegistersTogether):
         engine.register_all(regions)
         return tuple(address for address, _ in regions)

@@ -10,20 +10,18 @@ import binascii
 import dataclasses
 import logging
 import threading
-import time
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.engine import Blocks, TransferEngine
+from kv_transfer.engine import Blocks, TransferEngine, wait_batch
 from kv_transfer.errors import EngineError, TransferError, TransferFailed
-from kv_transfer.regions import merge_regions
+from kv_transfer.regions import register_buffers
 
 __all__ = ["BlockList", "SessionEngine", "session_of"]
 
 _PREFIX = "kv-transfer/1/"
-_PAUSE = 0.0002
 logger = logging.getLogger(__name__)
 
 
@@ -103,7 +101,7 @@ class SessionEngine:
         self.engine = engine
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._registered: dict[int, int] = {}
+        self._registered: list[int] = []
 
     def get_session_id(self) -> str:
         """What peers name this side by; read after `batch_register`, since an engine's session may name its memory.
@@ -114,35 +112,24 @@ class SessionEngine:
         return f"{_PREFIX}{self.engine.name}/{session}:{binascii.crc32(session.encode()) % 65536}"
 
     def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int:
-        """Opens memory; neighbours are joined, and empty buffers are left out.
+        """Opens memory: joined, rounded and cut as the engine says, and without empty buffers.
 
         Returns:
             0.
 
         Raises:
-            EngineError: The engine refused a range; none of this call is open.
+            EngineError: The engine refused a region, or its limits do; none of this call is open.
         """
-        regions = merge_regions((int(at), int(size)) for at, size in zip(ptrs, lengths, strict=True) if size)
-        done: list[int] = []
+        buffers = [(int(at), int(size)) for at, size in zip(ptrs, lengths, strict=True) if size]
         with self._lock:
-            try:
-                for address, nbytes in regions:
-                    if self._registered.get(address) != nbytes:
-                        self.engine.register(address, nbytes)
-                        done.append(address)
-            except TransferError:
-                for address in done:
-                    self.engine.unregister(address)
-                raise
-            self._registered.update(dict(regions))
+            self._registered += register_buffers(self.engine, buffers)
         return 0
 
     def batch_deregister(self, ptrs: Sequence[int]) -> int:
-        """Closes all memory that `batch_register` opened: joined ranges have no starts of single buffers."""
+        """Closes all memory that `batch_register` opened: joined regions have no starts of single buffers."""
         with self._lock:
-            for address in self._registered:
-                self.engine.unregister(address)
-            self._registered.clear()
+            while self._registered:
+                self.engine.unregister(self._registered.pop())
         return 0
 
     def batch_transfer_sync(
@@ -179,17 +166,14 @@ class SessionEngine:
             if not len(batch.nbytes):
                 continue
             handle = self.engine.submit(peer, batch)
-            limit = time.monotonic() + self._timeout
-            while not (status := self.engine.poll(handle)).is_terminal:
-                if time.monotonic() > limit:
-                    self.engine.cancel(handle)
-                    raise TransferFailed(
-                        f"{self.engine.name}: {handle.blocks} blocks to {peer[:80]} did not end in {self._timeout:g} s",
-                        consequence="the engine may still write: the destination must not be used again yet",
-                        remedy="look after the peer, or raise the time-out",
-                    )
-                if not self.engine.capabilities.progress_on_poll:
-                    time.sleep(_PAUSE)
+            status = wait_batch(self.engine, handle, self._timeout)
+            if not status.is_terminal:
+                self.engine.cancel(handle)
+                raise TransferFailed(
+                    f"{self.engine.name}: {handle.blocks} blocks to {peer[:80]} did not end in {self._timeout:g} s",
+                    consequence="the engine may still write: the destination must not be used again yet",
+                    remedy="look after the peer, or raise the time-out",
+                )
             if status.error:
                 raise TransferFailed(status.error, consequence="the destination holds undefined bytes")
             moved += handle.nbytes
