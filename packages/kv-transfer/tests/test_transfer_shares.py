@@ -6,7 +6,6 @@ from typing import Literal
 
 import kv_planner as kp
 import pytest
-from kv_planner.testing import Label, label_bytes
 from transfer_image import Image
 from transfer_pair import FAST
 
@@ -22,29 +21,6 @@ LAYOUT = kp.ModelLayout(
     page_size=2,
     fingerprint="shared",
 )
-
-
-def _expected(
-    own: Image, size: int, rank: int, source: list[int], destination: list[int], tokens: int | None = None
-) -> dict[int, Label]:
-    """Page k of the request lies on rank k % size, in page destination[k // size], or on all in the group's page.
-
-    With `tokens`, token t of them lies on rank t % size instead, as its token t // size.
-    """
-    page_size = own.manifest.layout.page_size
-    found = {}
-    for address, label in label_bytes(own.manifest).items():
-        for_all = label.part == "draft" or label.component == "index_key"
-        for k, page in enumerate(source):
-            local, owner = destination[k // size], k % size
-            by_page = tokens is None and owner == rank and label.item == local
-            if label.item == local * size + owner if for_all else by_page:
-                found[address] = label._replace(item=page)
-        for t in range(rank, 0 if tokens is None or for_all else tokens, size):
-            place, slot = divmod(t // size, page_size)
-            if (label.item, label.token) == (destination[place], slot):
-                found[address] = label._replace(item=source[t // page_size], token=t % page_size)
-    return found
 
 
 @pytest.mark.parametrize("interleave", ["page", "token"])
@@ -75,9 +51,9 @@ def test_each_rank_gets_its_share_and_nothing_else(
         sending.send(source[:2], start=first)
         sending.send(source[2:], start=first + 2)
         sending.finish()
-    for rank, (session, own) in enumerate(zip(sessions, decode, strict=True)):
+    for session, own in zip(sessions, decode, strict=True):
         shared = tokens - first * LAYOUT.page_size if by_token else None
-        expected = _expected(own, size, rank, source, destination, shared)
+        expected = own.expected_share(source, destination, shared)
         assert session.wait(5).nbytes == len(expected)
         assert own.faults(expected) == []
     for sender, receiver in zip(senders, receivers, strict=True):
@@ -131,7 +107,7 @@ def test_a_window_of_shares_begins_at_a_whole_group_of_pages() -> None:
         kt.Receiver(own.manifest, engine, prefill_ranks=1, timeouts=FAST, windows=windows)
         for own, engine in zip(decode, engines, strict=False)
     ]
-    for rank, (own, receiver) in enumerate(zip(decode, receivers, strict=True)):
+    for own, receiver in zip(decode, receivers, strict=True):
         with kt.Sender(
             prefill.manifest, engines[-1], endpoint=receiver.endpoint, timeouts=FAST, windows=windows
         ) as sender:
@@ -142,7 +118,7 @@ def test_a_window_of_shares_begins_at_a_whole_group_of_pages() -> None:
             sending.send(source, start=0)
             sending.finish()
             session.wait(5)
-        assert own.faults(_expected(own, 2, rank, source[4:], [4, 2])) == []
+        assert own.faults(own.expected_share(source[4:], [4, 2])) == []
         receiver.close()
     for engine in engines:
         engine.close()
