@@ -24,7 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from kv_planner import ComponentSpec, ModelLayout, PrefixIndex
-from kv_pool import MhaPool, MlaPool, OutOfPages, PageAllocator
+from kv_pool import MhaPool, MlaPool, OutOfPages, PageAllocator, Pool
 from kv_pool.hicache import (
     Acquired,
     CopyLimits,
@@ -200,10 +200,11 @@ class CacheBench:
         host_layout: HostLayout = "page_first_direct",
         streams: Streams | None = None,
         limits: CopyLimits | None = None,
+        pool: Pool | None = None,
     ) -> None:
         self.size = layout.page_size
         kind = MlaPool if any(spec.component == "latent" for spec in layout.components) else MhaPool
-        self.pool: MhaPool | MlaPool = kind(layout, size=pages * self.size, device=device)
+        self.pool: Any = pool if pool is not None else kind(layout, size=pages * self.size, device=device)
         self.allocator = PageAllocator(self.pool.num_pages, self.size)
         self.host = HostPool(self.pool, pages=host_pages, layout=host_layout)
         self.index = PrefixIndex(self.size, device_pages=pages + 1, host_pages=host_pages + 1)
@@ -221,7 +222,8 @@ class CacheBench:
     ) -> torch.Tensor:
         """What a layer of a page holds after the text up to its end was computed. Shape: [page_size, heads, dims]."""
         known = f"{mirror.component} {mirror.part} {layer} {namespace} {list(text[: (page + 1) * self.size])}"
-        return labels(mirror.device.shape[2:], mirror.device.dtype, zlib.crc32(known.encode()) % 9973)
+        first = mirror.layers[0]
+        return labels(first.shape[1:], first.dtype, zlib.crc32(known.encode()) % 9973)
 
     def compute(self, acquired: Acquired, text: Sequence[int], layer: int, start: int, pages: int) -> None:
         """Write a layer of the pages from `start` on, as a model would."""
@@ -231,7 +233,7 @@ class CacheBench:
             position = mirror.layer_ids.index(layer)
             for page in range(start, pages):
                 content = self.expected(mirror, layer, text, acquired.namespace, page)
-                mirror.device[position, int(acquired.pages[page])].copy_(content)
+                mirror.layers[position][int(acquired.pages[page])].copy_(content)
 
     def check_hits(self, acquired: Acquired, layer: int) -> None:
         """Every page that was found holds what was computed for this text, in this layer."""
@@ -240,7 +242,7 @@ class CacheBench:
                 continue
             position = mirror.layer_ids.index(layer)
             for page in range(acquired.hit_tokens // self.size):
-                read = mirror.device[position, int(acquired.pages[page])]
+                read = mirror.layers[position][int(acquired.pages[page])]
                 wanted = self.expected(mirror, layer, acquired.tokens.tolist(), acquired.namespace, page)
                 assert torch.equal(bits(read), bits(wanted)), f"{mirror.component} {mirror.part} {layer}, page {page}"
 
@@ -255,9 +257,13 @@ class CacheBench:
             self.compute(acquired, done, layer, acquired.hit_tokens // self.size, -(-len(done) // self.size))
         return done
 
+    def acquire(self, tokens: Sequence[int], namespace: Namespace = None) -> Acquired:
+        """Begin a prompt."""
+        return self.cache.acquire(list(tokens), namespace)
+
     def serve(self, tokens: Sequence[int], namespace: Namespace = None) -> tuple[int, int]:
         """One prompt from beginning to end; returns the tokens found on the device and on the host."""
-        acquired = self.cache.acquire(list(tokens), namespace)
+        acquired = self.acquire(tokens, namespace)
         self.check_books()
         self.cache.finish(acquired, self.run(acquired))
         self.check_books()
@@ -275,9 +281,10 @@ class CacheBench:
         """Every free page that was `used` before is poisoned in every component and layer."""
         free = [page for page in used if self.allocator.holders([page])[0] == 0]
         for mirror in self.host.mirrors:
-            held = mirror.device[:, free].cpu()
-            poisoned = held.float().isnan() if held.is_floating_point() else held.view(torch.int8) == -1
-            assert bool(poisoned.all())
+            for layer in mirror.layers:
+                held = layer[free].cpu()
+                poisoned = held.float().isnan() if held.is_floating_point() else held.view(torch.int8) == -1
+                assert bool(poisoned.all())
 
 
 @pytest.fixture
@@ -336,7 +343,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(name=st.integers(0, len(BRANCHES) - 1), length=st.integers(1, 22), namespace=st.sampled_from([None, "other"]))
     def acquire(self, name: int, length: int, namespace: str | None) -> None:
         try:
-            acquired = self.bench.cache.acquire(branch(name, length), namespace)
+            acquired = self.bench.acquire(branch(name, length), namespace)
         except OutOfPages:
             return
         assert acquired.hit_tokens < length and acquired.hit_tokens % 4 == 0
@@ -366,7 +373,7 @@ class CacheMachine(RuleBasedStateMachine):
         if acquired.state != "acquired":
             return
         hit = acquired.hit_tokens
-        least = data.draw(st.integers(0, hit // 4)) * 4
+        least = acquired.restorable(data.draw(st.integers(0, hit // 4)) * 4)
         try:
             self.bench.cache.limit(acquired, least)
         except OutOfPages:

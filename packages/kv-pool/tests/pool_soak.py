@@ -26,13 +26,25 @@ from conftest import BRANCHES, CacheBench, CacheMachine
 from kv_planner import ComponentSpec, ModelLayout
 from kv_pool import OutOfPages
 from kv_pool.hicache import Canary, CopyLimits, FileStorage, ImmediateStreams, StorageTier, WritePolicy
+from pool_group import GroupBench
 from test_pool_hicache_random import LateStreams, sparse_layout
 from test_pool_storage_files import crash
 
 __all__ = ["KINDS", "soak"]
 
 SEEDS, STEPS, KILLS = 200, 500, 200
-POOLS = ("heads", "heads and draft", "latents, index keys and draft")
+COMPANIONS: dict[str, tuple[str, ...]] = {
+    "heads": (),
+    "heads and draft": (),
+    "latents, index keys and draft": (),
+    "memory of an engine": (),
+    "heads, draft apart": ("draft",),
+    "heads and window": ("window",),
+    "heads and states": ("states",),
+    "heads and draft, window and states": ("window", "states"),
+    "memory of an engine, draft apart, window and states": ("draft", "window", "states"),
+}
+POOLS = tuple(COMPANIONS)
 POLICIES: tuple[WritePolicy, ...] = ("write_through", "write_through_selective", "write_back")
 LEVELS = ("two levels", "three levels", "three levels and canary")
 KINDS = tuple(itertools.product(POOLS, POLICIES, LEVELS))
@@ -41,11 +53,11 @@ Random = np.random.Generator
 
 def layout(pool: str) -> ModelLayout:
     """K and V of unequal widths, or a sparse model's latents."""
-    if pool == POOLS[2]:
+    if "latents" in pool:
         return sparse_layout()
     shared: Any = {"layer_ids": (0, 1), "dtype": "float16", "total_heads": 2}
     specs = [ComponentSpec("key", dims=8, **shared), ComponentSpec("value", dims=6, **shared)]
-    if pool == POOLS[1]:
+    if "heads and draft" in pool:
         draft: Any = {"layer_ids": (2,), "dtype": "float32", "total_heads": 1}
         specs += [ComponentSpec("key", "draft", dims=4, **draft), ComponentSpec("value", "draft", dims=3, **draft)]
     return ModelLayout(specs, page_size=4, fingerprint="soak")
@@ -81,8 +93,16 @@ class Soak:
         """A cache; after a restart over the store that the last one filled."""
         streams = (ImmediateStreams, LateStreams)[int(self.random.integers(2))]()
         made = layout(self.pool)
-        bench = CacheBench(made, device=device, pages=pages, host_pages=host_pages, policy=policy, streams=streams,
-                           limits=limits)  # fmt: skip
+        options: Any = {"device": device, "policy": policy, "streams": streams, "limits": limits}
+        options |= {"pages": pages, "host_pages": host_pages}
+        kinds, adopted = COMPANIONS[self.pool], "engine" in self.pool
+        if kinds or adopted:
+            own = (int(self.random.integers(2, pages + 1)), int(self.random.integers(1, host_pages + 1)))
+            seed = int(self.random.integers(2**32))
+            options |= {"own": own[0], "own_host": own[1], "seed": seed, "adopted": adopted}
+            bench: Any = GroupBench(kinds, layout=made, **options)
+        else:
+            bench = CacheBench(made, **options)
         canary = Canary(bench.host) if "canary" in self.levels else None
         bench.options["canary"] = canary
         if self.levels != LEVELS[0]:
@@ -148,8 +168,9 @@ class Soak:
         acquired = self.one()
         if acquired.state == "acquired":
             hit = acquired.hit_tokens
+            least = acquired.restorable(4 * int(self.random.integers(hit // 4 + 1)))
             try:
-                self.machine.bench.cache.limit(acquired, 4 * int(self.random.integers(hit // 4 + 1)))
+                self.machine.bench.cache.limit(acquired, least)
             except OutOfPages:
                 assert acquired.hit_tokens == hit
 
@@ -185,9 +206,16 @@ class Soak:
         self.counts["stopped"] += counters.cancelled_load_pages
         self.counts["given_up"] += counters.cancelled_backup_pages
         self.counts["evicted"] += counters.evicted_device_pages + counters.evicted_host_pages
+        self.counts["companion_host_hits"] += counters.companion_loaded_pages
+        self.counts["uncovered"] += counters.uncovered_tokens
+        if COMPANIONS[self.pool]:
+            self.counts["companion_hits"] += counters.hit_tokens
         if (storage := self.machine.bench.cache._storage) is not None:
             self.counts["stored"] += storage.counters.written_pages
             self.counts["read"] += storage.counters.read_pages
+        if (further := self.machine.bench.cache._companion_storage) is not None:
+            self.counts["companion_stored"] += further.counters.written_pages
+            self.counts["companion_read"] += further.counters.read_pages
 
 
 def soak(seeds: range, steps: int) -> collections.Counter[str]:

@@ -11,8 +11,9 @@ import pool_soak
 
 
 def test_a_slice_of_the_soak() -> None:
-    total = pool_soak.soak(range(1000, 1000 + 2 * len(pool_soak.KINDS)), 40)
-    assert total["steps"] == 40 * 54 and total["caches"] == 54
+    total = pool_soak.soak(range(1000, 1000 + len(pool_soak.KINDS)), 40)
+    assert total["steps"] == 40 * 81 and total["caches"] == 81
     rules = ("acquire", "serve", "evict", "acknowledge", "limit", "load", "finish", "abort", "prefetch", "restart")
     done = ("device_hits", "host_hits", "stored", "read", "evicted", "stopped", "given_up")
-    assert all(total[name] > 0 for name in (*rules, *done))
+    companions = ("companion_hits", "companion_host_hits", "companion_stored", "companion_read", "uncovered")
+    assert all(total[name] > 0 for name in (*rules, *done, *companions))

@@ -50,6 +50,7 @@ from kv_pool.host_memory import available_host_bytes
 from kv_pool.hybrid import HybridPool, WindowPages, WriteSlots
 from kv_pool.mha import MhaPool
 from kv_pool.mla import MlaPool, packed_record_bytes
+from kv_pool.page_map import PageMap
 from kv_pool.sizing import MemoryPlan, PoolBudget, PoolShare, plan_memory
 from kv_pool.slots import SlotAllocator
 from kv_pool.state import StateKind, StatePool
@@ -83,6 +84,7 @@ __all__ = [
     "PageAllocator",
     "PageCopy",
     "PageError",
+    "PageMap",
     "Pool",
     "PoolBudget",
     "PoolShare",

@@ -13,6 +13,8 @@ two holders, and the page is free when both let go.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -49,6 +51,7 @@ class PageAllocator:
         self._top = num_pages - 1
         self._held = 0
         self._mark: IntArray = np.zeros(num_pages, dtype=np.int64)
+        self._watchers: list[Callable[[IntArray], None]] = []
 
     @property
     def num_pages(self) -> int:
@@ -74,6 +77,14 @@ class PageAllocator:
     def held(self) -> int:
         """Pages with at least one holder."""
         return self._held
+
+    def watch(self, freed: Callable[[IntArray], None]) -> None:
+        """Have a function called with the pages that became free, at the end of each release that frees some.
+
+        What belongs to a page (its pages in another group) is given back there, so that it never outlives the page. The
+        function must not take pages from this allocator.
+        """
+        self._watchers.append(freed)
 
     def holders(self, pages: IndexLike) -> npt.NDArray[np.int32]:
         """Return how many holders each page has. Shape: [n]; dtype int32. Raises ForeignPage outside the pool."""
@@ -167,6 +178,9 @@ class PageAllocator:
         self._top += freed.size
         self._held -= freed.size
         self._check()
+        if self._watchers and freed.size:
+            for watcher in self._watchers:
+                watcher(freed)
 
     def verify(self) -> None:
         """Recount everything from scratch: every page is free once or held, never both.

@@ -17,6 +17,7 @@ import torch
 from kv_pool.allocator import PageAllocator
 from kv_pool.errors import ForeignPage, LayoutError, OutOfPages, TableError
 from kv_pool.mha import MhaPool
+from kv_pool.page_map import PageMap
 from kv_pool.tables import IndexLike, IntArray, as_index_array
 
 if TYPE_CHECKING:
@@ -39,17 +40,17 @@ class WriteSlots:
     window: torch.Tensor
 
 
-class WindowPages:
-    """Pages of both groups, and which window page a full page has.
+class WindowPages(PageMap):
+    """Pages of both groups, and which window page a full page has: a `PageMap` of equal page sizes.
 
     Invariants, true before and after every call:
 
     1. a full page that is free has no window page; no window page belongs to two full pages;
-    2. a window page is held exactly while a full page names it;
+    2. a window page is held at least while a full page names it;
     3. a refused call changes nothing.
 
     Args:
-        full: Allocator of the full group; shared with nobody else.
+        full: Allocator of the full group.
         window: Allocator of the window group, of the same page size.
 
     Raises:
@@ -65,19 +66,17 @@ class WindowPages:
                 consequence="one page of a group would lie in two of the other",
                 remedy="give both groups one page size",
             )
-        self._full = full
-        self._window = window
-        self._map: IntArray = np.zeros(full.num_pages, dtype=np.int64)
+        super().__init__(full, window)
 
     @property
     def full(self) -> PageAllocator:
-        """Pages of the full group; take and give them back through this class."""
-        return self._full
+        """Pages of the full group."""
+        return self.lead
 
     @property
     def window(self) -> PageAllocator:
-        """Pages of the window group; take and give them back through this class."""
-        return self._window
+        """Pages of the window group; take and give them back through this class, or a cache over it."""
+        return self.own
 
     def alloc(self, count: int) -> IntArray:
         """Take `count` full pages, each with a window page.
@@ -88,21 +87,21 @@ class WindowPages:
         Raises:
             OutOfPages: One of the groups has too few; none is taken.
         """
-        if count > self._window.available:
+        if count > self.window.available:
             raise OutOfPages(
                 "count",
                 given=count,
-                expected=f"at most {self._window.available} free pages of the window group",
+                expected=f"at most {self.window.available} free pages of the window group",
                 consequence="no page was taken",
                 remedy="let pages leave the window (leave), or release requests",
             )
-        pages = self._full.alloc(count)
-        self._map[pages] = self._window.alloc(count)
+        pages = self.full.alloc(count)
+        self.give(pages, self.window.alloc(count))
         return pages
 
     def retain(self, pages: IndexLike) -> None:
         """Add one holder to each full page; see `PageAllocator.retain`."""
-        self._full.retain(pages)
+        self.full.retain(pages)
 
     def release(self, pages: IndexLike) -> None:
         """Drop one holder of each full page; those that are free then lose their window page too.
@@ -110,53 +109,26 @@ class WindowPages:
         Raises:
             ForeignPage, DoubleFree: See `PageAllocator.release`. Nothing is released.
         """
-        ids = as_index_array("pages", pages, ForeignPage)
-        self._full.release(ids)
-        freed = np.unique(ids[self._full.holders(ids) == 0])
-        self._drop(freed[self._map[freed] > 0])
-
-    def leave(self, pages: IndexLike) -> int:
-        """Let full pages leave the window: their window pages are free, they themselves stay.
-
-        Returns:
-            Window pages that became free; pages that had left before count nothing.
-
-        Raises:
-            ForeignPage: A page that nobody holds.
-        """
-        ids = np.unique(as_index_array("pages", pages, ForeignPage))
-        free = ids[self._full.holders(ids) == 0]
-        if free.size:
-            raise ForeignPage(
-                "pages",
-                given=free.tolist(),
-                expected="pages that somebody holds",
-                consequence="the window page of the next owner would be freed",
-                remedy="let pages leave before they are released",
-            )
-        inside = ids[self._map[ids] > 0]
-        self._drop(inside)
-        return int(inside.size)
+        self.full.release(pages)
 
     def window_pages(self, pages: IndexLike) -> IntArray:
         """Return the window page of each full page, 0 for those that have left. Shape: [pages]; dtype int64."""
         ids = as_index_array("pages", pages, ForeignPage)
-        self._full.holders(ids[ids > 0])  # refuses what is no page of the pool; page 0 maps to page 0
+        self.full.holders(ids[ids > 0])  # refuses what is no page of the pool; page 0 maps to page 0
         if ids.size and int(ids.min()) < 0:
             raise ForeignPage(
                 "pages",
                 given=int(ids.min()),
-                expected=f"pages in 0..{self._full.num_pages - 1}",
+                expected=f"pages in 0..{self.full.num_pages - 1}",
                 consequence="a negative page would wrap around to the end of the pool",
                 remedy="pass pages of the full group, padding as 0",
             )
-        found: IntArray = self._map[ids]
-        return found
+        return self.find(ids)
 
     def window_slots(self, slots: IndexLike) -> IntArray:
         """Return the window slot of each full slot; slots of page 0 for those that have left, or are padding."""
         ids = as_index_array("slots", slots)
-        size = self._full.page_size
+        size = self.full.page_size
         return self.window_pages(ids // size) * size + ids % size
 
     def window_table(self, table: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
@@ -180,29 +152,22 @@ class WindowPages:
         return found.reshape(table.shape[0], table.shape[1])
 
     def verify(self) -> None:
-        """Check the invariants with a full pass over both groups.
+        """Check the invariants with a full pass over both groups, while nobody else holds window pages.
 
         Raises:
-            IntegrityError: An allocator contradicts itself.
-            LayoutError: The map names a window page twice, for a free page, or one that nobody holds.
+            IntegrityError: See `PageMap.verify`.
+            LayoutError: A window page is held that no full page names.
         """
-        self._full.verify()
-        self._window.verify()
-        named = np.flatnonzero(self._map)
-        windows = self._map[named]
-        unowned = bool((self._full.holders(named) == 0).any() or (self._window.holders(windows) != 1).any())
-        if unowned or np.unique(windows).size != windows.size or windows.size != self._window.held:
+        super().verify()
+        named = self.named()
+        if named.size != self.window.held:
             raise LayoutError(
                 "window map",
-                given=dict(zip(named.tolist(), windows.tolist(), strict=True)),
-                expected=f"{self._window.held} held window pages, each named by one held full page",
-                consequence="two requests would write into the same window page",
+                given=dict(zip(named.tolist(), self.find(named).tolist(), strict=True)),
+                expected=f"{self.window.held} held window pages, each named by one held full page",
+                consequence="a window page is lost",
                 remedy="take and release pages of both groups through WindowPages alone",
             )
-
-    def _drop(self, full_pages: IntArray) -> None:
-        self._window.release(self._map[full_pages])
-        self._map[full_pages] = 0
 
 
 class HybridPool:

@@ -11,6 +11,7 @@ from kv_pool.hicache._parts import WritePolicy
 from kv_pool.hicache.accounting import Accounting, CacheCounters
 from kv_pool.hicache.acquired import Acquired, Namespace
 from kv_pool.hicache.canary import Canary
+from kv_pool.hicache.companion import Companion, Coverage
 from kv_pool.hicache.controller import HiCacheController
 from kv_pool.hicache.host_pool import ALIGNMENT, HOST_LAYOUTS, HostLayout, HostPool, Mirror, MirroredPool
 from kv_pool.hicache.metrics import CacheMetrics
@@ -29,6 +30,7 @@ from kv_pool.hicache.storage import (
     create_storage,
     page_keys,
 )
+from kv_pool.hicache.storage.companions import CompanionPrefetch, CompanionStorage
 from kv_pool.hicache.streams import ImmediateStreams, Lane, Mark, Streams, create_streams
 
 __all__ = [
@@ -40,7 +42,11 @@ __all__ = [
     "CacheMetrics",
     "Canary",
     "Closes",
+    "Companion",
+    "CompanionPrefetch",
+    "CompanionStorage",
     "CopyLimits",
+    "Coverage",
     "FileStorage",
     "HiCacheController",
     "HitAgreement",

@@ -12,11 +12,13 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kv_pool.allocator import PageAllocator
     from kv_pool.hicache.host_pool import HostPool, Mirror
     from kv_pool.tables import IndexLike, IntArray
 
-__all__ = ["DevicePages"]
+__all__ = ["DevicePages", "fill_poison", "pages_second"]
 
 
 class DevicePages:
@@ -24,7 +26,7 @@ class DevicePages:
 
     def __init__(self, allocator: PageAllocator, host: HostPool, *, poison: bool) -> None:
         self._allocator = allocator
-        self._storages = [storage for mirror in host.mirrors for storage in _pages_second(mirror)] if poison else []
+        self._storages = [storage for mirror in host.mirrors for storage in pages_second(mirror)] if poison else []
 
     @property
     def available(self) -> int:
@@ -50,15 +52,21 @@ class DevicePages:
         if not ids.size:
             return
         self._allocator.release(ids)
-        freed = np.sort(ids[self._allocator.holders(ids) == 0])
+        freed = ids[self._allocator.holders(ids) == 0]
         if not self._storages or not freed.size:
             return
-        for run in np.split(freed, np.flatnonzero(np.diff(freed) != 1) + 1):
-            for storage in self._storages:
-                storage[:, int(run[0]) : int(run[-1]) + 1].fill_(_poison(storage.dtype))
+        fill_poison(self._storages, freed)
 
 
-def _pages_second(mirror: Mirror) -> list[torch.Tensor]:
+def fill_poison(storages: Sequence[torch.Tensor], pages: IntArray) -> None:
+    """Overwrite pages of tensors whose second axis is pages, runs of pages at once."""
+    freed = np.sort(pages)
+    for run in np.split(freed, np.flatnonzero(np.diff(freed) != 1) + 1):
+        for storage in storages:
+            storage[:, int(run[0]) : int(run[-1]) + 1].fill_(_poison(storage.dtype))
+
+
+def pages_second(mirror: Mirror) -> list[torch.Tensor]:
     """The device memory of a mirror as tensors whose second axis is pages, as few as possible."""
     return [mirror.parent] if mirror.parent is not None else [layer.unsqueeze(0) for layer in mirror.layers]
 

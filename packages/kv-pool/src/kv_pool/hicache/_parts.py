@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
+import numpy as np
+
 from kv_pool.errors import CacheError, HostPoolError
 
 if TYPE_CHECKING:
     from kv_planner import PrefixIndex
 
     from kv_pool.allocator import PageAllocator
+    from kv_pool.hicache.acquired import Acquired
     from kv_pool.hicache.canary import Canary
     from kv_pool.hicache.host_pool import HostPool, MirroredPool
     from kv_pool.hicache.storage import StorageTier
+    from kv_pool.tables import IntArray
 
-__all__ = ["WritePolicy", "bad_tokens", "check_parts", "no_storage"]
+__all__ = ["WritePolicy", "check_parts", "check_text", "empty_prompt", "no_storage"]
 
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
 
@@ -71,8 +75,31 @@ def no_storage() -> CacheError:
     )
 
 
-def bad_tokens(given: str, expected: str) -> CacheError:
-    """The error of a text that is not what the pages hold."""
+def empty_prompt() -> CacheError:
+    """The error of a prompt without tokens."""
+    return CacheError(
+        "tokens",
+        given="none",
+        expected="at least one token",
+        consequence="there is nothing to compute",
+        remedy="do not acquire an empty prompt",
+    )
+
+
+def check_text(acquired: Acquired, done: IntArray, page_size: int) -> None:
+    """Refuse a text that is not what a request's pages hold.
+
+    Raises:
+        CacheError: As said.
+    """
+    common, room = min(done.size, acquired.tokens.size), acquired.pages.size * page_size
+    if not np.array_equal(done[:common], acquired.tokens[:common]) or done.size < acquired.hit_tokens:
+        raise _bad_tokens(f"{done.size} other tokens", "the prompt, a longer text that begins with it, or less")
+    if done.size > room:
+        raise _bad_tokens(f"{done.size} tokens", f"at most {room}")
+
+
+def _bad_tokens(given: str, expected: str) -> CacheError:
     return CacheError(
         "tokens",
         given=given,

@@ -29,6 +29,9 @@ class CacheCounters:
         cancelled_load_pages: Pages of loads that were stopped before all their layers were submitted.
         cancelled_backup_pages: Pages whose backup was given up while it waited.
         refused_host_pages: Host pages that left because the canary refused them or one before them.
+        uncovered_tokens: Tokens of finished prompts that the cache's own pool had and a companion had not.
+        companion_loaded_pages: Pages and rows of companions copied from the host to the device.
+        companion_backed_up_pages: Pages and rows of companions whose host copy is complete.
     """
 
     finished: int = 0
@@ -46,6 +49,9 @@ class CacheCounters:
     cancelled_load_pages: int = 0
     cancelled_backup_pages: int = 0
     refused_host_pages: int = 0
+    uncovered_tokens: int = 0
+    companion_loaded_pages: int = 0
+    companion_backed_up_pages: int = 0
 
     @property
     def hit_tokens(self) -> int:
@@ -60,7 +66,7 @@ class CacheCounters:
 
 @dataclass(frozen=True)
 class Accounting:
-    """Who holds the device pages. Invariant: the first four add up to `total`.
+    """Who holds the device pages of a pool. Invariant: the first four add up to `total`.
 
     Attributes:
         available: Free pages.

@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kv_pool.errors import CacheError
+from kv_pool.errors import CacheError, HitError
+from kv_pool.hicache._group import Group
 
 if TYPE_CHECKING:
     from kv_planner import PrefixLock
 
     from kv_pool.hicache._inflight import Load
+    from kv_pool.hicache._share import Share
     from kv_pool.tables import IntArray
 
 __all__ = ["Acquired", "AcquiredState", "Namespace"]
 
 Namespace: TypeAlias = "str | tuple[str | None, str | None] | None"
-AcquiredState: TypeAlias = Literal["acquired", "loaded", "finished", "aborted"]
+AcquiredState: TypeAlias = Literal["acquired", "loaded", "failed", "finished", "aborted"]
 
 
 class Acquired:
@@ -41,20 +43,22 @@ class Acquired:
         namespace: Namespace,
         page_size: int,
         nodes: IntArray,
+        known: int,
         host_pages: IntArray,
         device_hit: int,
         pages: IntArray,
         lock: PrefixLock,
-        wait: Callable[[Load, int], None],
+        wait: Callable[[Acquired, int], None],
         pending: list[Load],
+        shares: list[Share],
     ) -> None:
         self.tokens = tokens
         self.namespace = namespace
         self.state: AcquiredState = "acquired"
         self._page_size = page_size
         self._nodes = nodes
+        self._known = known
         self._host_pages = host_pages
-        self._found_on_device = device_hit
         self._device_hit = device_hit
         self._hit = nodes.size
         self._pages = pages
@@ -62,6 +66,7 @@ class Acquired:
         self._lock = lock
         self._wait = wait
         self._pending = pending
+        self._shares = shares
 
     @property
     def pages(self) -> IntArray:
@@ -72,6 +77,29 @@ class Acquired:
         pages: IntArray = self._pages.view()
         pages.flags.writeable = False
         return pages
+
+    def companion_pages(self, name: str) -> IntArray:
+        """Device pages of a companion, one a page of the prompt; 0 where it has none, behind the window or not reached.
+
+        Shape: [pages]; dtype int64. Before `load`, those that are not on the device are 0.
+
+        Raises:
+            CacheError: There is no such companion.
+        """
+        return self._share(name).member.device.find(self._pages)
+
+    def row(self, name: str) -> int:
+        """The running row of states: after `load` it holds the state at the end of the hit, zeros without a hit.
+
+        Raises:
+            CacheError: There is no such companion, or it has no rows.
+        """
+        row = self._share(name).row
+        if not row:
+            raise self._refuse(
+                "row", "one of states", "there is no running row", "ask a companion of snapshots, in time"
+            )
+        return row
 
     @property
     def hit_tokens(self) -> int:
@@ -89,6 +117,25 @@ class Acquired:
         return (self._hit - self._device_hit) * self._page_size
 
     @property
+    def found_tokens(self) -> int:
+        """Tokens of the hit when it was found, before `limit`."""
+        return self._nodes.size * self._page_size
+
+    @property
+    def known_tokens(self) -> int:
+        """Tokens that the cache's own pool had: more than were found where a companion lacks something.
+
+        The prompt parts from all known ones here, so this is where a snapshot serves the next one like it.
+        """
+        return self._known * self._page_size
+
+    def restorable(self, at_most: int) -> int:
+        """Return the longest hit of at most so many tokens that all companions can serve."""
+        most = min(at_most // self._page_size, self._nodes.size)
+        depths = Group.depths(self._shares, self._nodes.size)
+        return int(np.flatnonzero(depths[: max(0, most) + 1])[-1]) * self._page_size
+
+    @property
     def lock(self) -> PrefixLock:
         """The index's lock over the pages that were found."""
         return self._lock
@@ -99,18 +146,54 @@ class Acquired:
         Does not block the host. With a mover that moves all layers at once, it waits for all of them.
 
         Args:
-            layer_id: Global layer id of a layer held here.
+            layer_id: Global layer id of a layer held here, by the cache's own pool or a companion.
 
         Raises:
-            CacheError: Host pages were found and `load` was not called.
+            CacheError: Host pages were found, or there are states, and `load` was not called.
             UnknownLayer: The layer is not held here.
         """
-        if self.host_hit_tokens and self.state == "acquired":
+        if self._must_load and self.state == "acquired":
             raise self._refuse(
                 "wait_layer", "loaded", "attention would read pages that nobody fills", "call load first"
             )
-        for load in self._pending:
-            self._wait(load, layer_id)
+        self._wait(self, layer_id)
+
+    @property
+    def _must_load(self) -> bool:
+        return self.host_hit_tokens > 0 or any(share.must_load for share in self._shares)
+
+    def _share(self, name: str) -> Share:
+        for share in self._shares:
+            if share.member.companion.name == name:
+                return share
+        names = [share.member.companion.name for share in self._shares]
+        raise self._refuse(name, f"of a cache with it, not {names}", "there are no such pages", "declare it")
+
+    def _lower_hit(self, hit_tokens: int) -> int:
+        """Check a lower hit; returns it in pages."""
+        size = self._page_size
+        if hit_tokens % size or not 0 <= hit_tokens <= self.hit_tokens or self.restorable(hit_tokens) != hit_tokens:
+            raise HitError(
+                "hit_tokens",
+                given=hit_tokens,
+                expected=f"a multiple of {size} in 0..{self.hit_tokens} that every companion can serve",
+                consequence="tokens that were not found would not be computed",
+                remedy="pass the least hit over all ranks, each in whole pages; see restorable",
+            )
+        return hit_tokens // size
+
+    def _own_position(self, tokens: int) -> int:
+        """Check where a snapshot is to be saved; returns the page that ends there."""
+        size = self._page_size
+        if tokens % size or not self.hit_tokens < tokens <= self._pages.size * size:
+            raise CacheError(
+                "tokens",
+                given=tokens,
+                expected=f"a multiple of {size} above {self.hit_tokens} and up to {self._pages.size * size}",
+                consequence="the states would be found under a text that they are not of",
+                remedy="save states where a page of this request ends",
+            )
+        return tokens // size - 1
 
     def _expect(self, call: str, *states: AcquiredState) -> None:
         if self.state not in states:

@@ -1,53 +1,59 @@
 """Owns the life of a prompt in the cache: find, load, compute, keep, back up, evict.
 
-The controller decides; the index knows which tokens lie in which pages, the mover moves bytes, `_copies` keeps their
-order, and a third level (`storage`) is filled from the host and read by `prefetch`. One owner calls it, as one
+The controller leads each request through its life; the index knows which tokens lie in which pages, `_levels` makes
+room and keeps, movers move bytes, `_copies` keeps their order, and a third level (`storage`) is filled from the host
+and read by `prefetch`. Models with more than one pool add companions (see `companion`). One owner calls it, as one
 scheduler owns a pool. It does not compute attention, nor talk to other ranks: their hits come in by `limit`.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
-from kv_planner import StaleNode, TierOrder
 
-from kv_pool.errors import CacheError, CanaryMismatch, HitError
+from kv_pool.errors import CacheError, CanaryMismatch
 from kv_pool.hicache._copies import Copies
 from kv_pool.hicache._device import DevicePages
+from kv_pool.hicache._group import Group
 from kv_pool.hicache._inflight import CopyLimits, Load, UnderWay
-from kv_pool.hicache._parts import WritePolicy, bad_tokens, check_parts, no_storage
+from kv_pool.hicache._levels import Levels
+from kv_pool.hicache._parts import WritePolicy, check_parts, check_text, empty_prompt, no_storage
 from kv_pool.hicache.accounting import Accounting, CacheCounters
 from kv_pool.hicache.acquired import Acquired, Namespace
 from kv_pool.hicache.movers import Mover, MoverName, create_mover
-from kv_pool.hicache.storage.tier import take_host_pages
+from kv_pool.hicache.storage.companions import CompanionStorage
 from kv_pool.hicache.streams import Streams, create_streams
-from kv_pool.tables import IndexLike, IntArray, as_index_array
+from kv_pool.tables import IndexLike, as_index_array
 
 if TYPE_CHECKING:
     from kv_planner import PrefixIndex
 
     from kv_pool.allocator import PageAllocator
+    from kv_pool.hicache._share import Share
     from kv_pool.hicache.canary import Canary
+    from kv_pool.hicache.companion import Companion
     from kv_pool.hicache.host_pool import HostPool, MirroredPool
     from kv_pool.hicache.storage import Prefetch, StorageTier
+    from kv_pool.hicache.storage.companions import CompanionPrefetch
 
 __all__ = ["HiCacheController", "WritePolicy"]
 
-_USES: dict[WritePolicy, int | None] = {"write_through": 1, "write_through_selective": 2, "write_back": None}
-
 
 class HiCacheController:
-    """A prefix cache over a device pool and the host pool that mirrors it.
+    """A prefix cache over a device pool and the host pool that mirrors it, and over the companions of both.
 
     Invariants, true before and after every call:
 
-    1. `available + evictable + protected + in_use == total` (see `accounting`);
+    1. `available + evictable + protected + in_use == total`, in every pool (see `accounting`);
     2. a page is read or written by a copy only while it is locked or held;
-    3. a node counts as backed up only when its bytes are on the host;
-    4. a device page that was given back or evicted is poisoned before anybody gets it again.
+    3. a node counts as backed up only when its bytes are on the host, and those that companions have of it before;
+    4. a device page that was given back or evicted is poisoned before anybody gets it again;
+    5. a companion's page never outlives the page that it belongs to, on no level; it may leave earlier, and a hit is
+       never deeper than all companions can serve.
 
     Args:
         pool: The device pool.
@@ -56,15 +62,17 @@ class HiCacheController:
         index: Which tokens lie in which pages; empty, over as many pages as both pools have.
         policy: When a page gets its host copy: when its first prompt has finished (`write_through`), its second
             (`write_through_selective`), or when it has to leave the device (`write_back`).
-        mover: A mover for `host`, or the name of one; `None` is `"auto"`.
+        mover: A mover for `host`, or the name of one; `None` is `"auto"`. Companions use the name, or `"auto"`.
         streams: Lanes for copies; `None` makes those of the pool's device.
         poison: Whether freed device pages are overwritten, so that a stale read shows.
         storage: The third level, over the same host pool and index; `None` for two levels.
-        canary: Checksums that are taken of every backed-up token and asked at every load; `None` for none.
+        canary: Checksums that are taken of every backed-up token and asked at every load; `None` for none. Not for
+            companions.
         limits: How much is copied at a time; `None` for the defaults of `CopyLimits`.
+        companions: Further pools of the model: see `Companion`.
 
     Raises:
-        HostPoolError: Pools, allocator and index do not belong together, or the policy does not exist.
+        HostPoolError: Pools, allocator, index and companions do not belong together, or the policy does not exist.
         UnsupportedMover: No mover serves the host's layout on the device.
     """
 
@@ -82,22 +90,39 @@ class HiCacheController:
         storage: StorageTier | None = None,
         canary: Canary | None = None,
         limits: CopyLimits | None = None,
+        companions: Sequence[Companion] = (),
     ) -> None:
         check_parts(pool, allocator, host, index, policy, storage, canary)
         self._page_size = pool.page_size
         self._index = index
         self._host = host
         self._policy: WritePolicy = policy
-        self._mover = create_mover(mover or "auto", host) if mover is None or isinstance(mover, str) else mover
-        self._streams = streams if streams is not None else create_streams(pool.device)
+        name: MoverName = mover if isinstance(mover, str) else "auto"
+        self._mover = create_mover(name, host) if mover is None or isinstance(mover, str) else mover
+        lanes = streams if streams is not None else create_streams(pool.device)
         self._device = DevicePages(allocator, host, poison=poison)
         self._storage = storage
+        stored = CompanionStorage(storage, companions) if storage is not None and companions else None
+        self._group = Group(
+            companions,
+            allocator,
+            host,
+            index,
+            lanes,
+            mover=name,
+            poison=poison,
+            backed_up=stored.back_up if stored is not None else None,
+        )
+        if stored is not None:
+            stored.attach(self._group)
+        self._companion_storage = stored
         backed_up = storage.back_up if storage is not None else None
         self._copies = Copies(
-            self._device, host, index, self._mover, self._streams,
+            self._device, host, index, self._mover, lanes,
             failed=self._unload, limits=limits, backed_up=backed_up, canary=canary,
         )  # fmt: skip
-        self._device_page: dict[int, int] = {}
+        self._levels = Levels(index, self._device, host, self._copies, self._group, policy, storage, stored)
+        self._layers = frozenset(layer for mirror in host.mirrors for layer in mirror.layer_ids)
         self._open: dict[int, Acquired] = {}
         self._count = dict.fromkeys(CacheCounters.__dataclass_fields__, 0)
 
@@ -117,33 +142,46 @@ class HiCacheController:
         return self._host
 
     @property
+    def companions(self) -> tuple[Companion, ...]:
+        """The companions, in the order of construction."""
+        return tuple(member.companion for member in self._group)
+
+    @property
     def counters(self) -> CacheCounters:
         """What the cache has done so far."""
-        copied = self._copies.counts
-        unbacked = self._count["unbacked_pages"] + copied["unbacked_pages"]
-        return CacheCounters(**self._count | copied | {"unbacked_pages": unbacked})
+        companions = {
+            "companion_loaded_pages": sum(member.loaded for member in self._group),
+            "companion_backed_up_pages": sum(member.backed_up for member in self._group),
+        }
+        return CacheCounters(**self._count | self._levels.counts | companions)
 
     @property
     def under_way(self) -> UnderWay:
-        """Pages that wait or travel between the levels at this moment."""
+        """Pages of the cache's own pool that wait or travel between the levels at this moment."""
         between = self._copies.under_way
         return between if self._storage is None else replace(between, **self._storage.under_way)
 
     @property
     def pending(self) -> bool:
         """Whether anything is under way between the levels."""
-        return self._copies.pending or (self._storage is not None and self._storage.pending)
+        return self._levels.pending
 
-    def accounting(self) -> Accounting:
-        """Count who holds the device pages.
+    def accounting(self, companion: str | None = None) -> Accounting:
+        """Count who holds the device pages of the cache's own pool, or those of a companion.
 
         Raises:
             IntegrityError: The numbers do not add up to the pool.
+            CacheError: There is no such companion.
         """
+        of_index = self._levels.of_index
+        if companion is not None:
+            shares = [share for handle in self._open.values() for share in handle._shares]
+            mine = [share for share in shares if share.member.companion.name == companion]
+            held = [pages for share in mine for pages in (share.device, share.private)]
+            return self._group.member(companion).accounting(of_index, held)
         counts = self._index.counts().device
         held = [acquired.pages[acquired._owned] for acquired in self._open.values()]
         held += [load.device_pages for load in self._copies.loading()]
-        of_index = np.fromiter(self._device_page.values(), dtype=np.int64)
         outside = np.setdiff1d(np.concatenate([np.zeros(0, np.int64), *held]), of_index)
         return Accounting(
             available=self._device.available,
@@ -153,14 +191,16 @@ class HiCacheController:
             total=self._device.total,
         )
 
-    def acquire(self, tokens: IndexLike, namespace: Namespace = None) -> Acquired:
-        """Find the longest known prefix of a prompt and take pages for all of it.
+    def acquire(self, tokens: IndexLike, namespace: Namespace = None, *, reach: int | None = None) -> Acquired:
+        """Find the longest known prefix of a prompt that all pools can serve, and take pages for all of it.
 
         The last token is never a hit, so at least one token is left to compute.
 
         Args:
             tokens: The prompt. Shape: [tokens]; any integer dtype; at least one.
             namespace: Only what was finished under the same one is found.
+            reach: Companions get pages for the tokens below this one, the rest by `advance`; `None` for all. A prompt
+                that is longer than the pool of a window is computed in chunks.
 
         Raises:
             CacheError: No token.
@@ -168,33 +208,43 @@ class HiCacheController:
         """
         prompt = as_index_array("tokens", tokens, CacheError).copy()
         if not prompt.size:
-            raise CacheError(
-                "tokens",
-                given="none",
-                expected="at least one token",
-                consequence="there is nothing to compute",
-                remedy="do not acquire an empty prompt",
-            )
+            raise empty_prompt()
         self.poll()
         found, lock = self._index.match_locked(prompt, namespace=namespace, max_tokens=prompt.size - 1)
-        device_hit = found.device_tokens // self._page_size
+        nodes, on_device, on_host = found.nodes, found.device_pages, found.host_pages
+        device_hit, known = found.device_tokens // self._page_size, nodes.size
+        shares: list[Share] = []
+        pages = fresh = np.zeros(0, dtype=np.int64)
         try:
-            fresh = self._take(-(-prompt.size // self._page_size) - device_hit)
+            if self._group:
+                hit, shares = self._group.find(on_device, on_host)
+                device_hit = min(device_hit, hit)
+                nodes, on_host = nodes[:hit], on_host[:hit]
+                if hit < known:
+                    whole, lock = lock, self._index.lock(nodes)
+                    self._index.unlock(whole)
+            fresh = self._levels.take(-(-prompt.size // self._page_size) - device_hit)
+            pages = np.concatenate([on_device[:device_hit], fresh])
+            self._group.open(shares, pages, nodes.size, self._pages(reach, pages.size))
         except BaseException:
+            self._device.release(fresh)
+            for share in shares:
+                share.close()
             self._index.unlock(lock)
             raise
-        hits = found.device_pages[:device_hit]
         acquired = Acquired(
             tokens=prompt,
             namespace=namespace,
             page_size=self._page_size,
-            nodes=found.nodes,
-            host_pages=found.host_pages,
+            nodes=nodes,
+            known=known,
+            host_pages=on_host,
             device_hit=device_hit,
-            pages=np.concatenate([hits, fresh]),
+            pages=pages,
             lock=lock,
-            wait=self._copies.wait_layer,
-            pending=[load for load in self._copies.loading() if np.isin(load.device_pages, hits).any()],
+            wait=self._wait,
+            pending=[load for load in self._copies.loading() if np.isin(load.device_pages, pages[:device_hit]).any()],
+            shares=shares,
         )
         self._open[id(acquired)] = acquired
         return acquired
@@ -206,7 +256,7 @@ class HiCacheController:
 
         Args:
             acquired: A handle that has not been loaded.
-            hit_tokens: A multiple of the page size, at most `acquired.hit_tokens`.
+            hit_tokens: At most `acquired.hit_tokens`, and such that `acquired.restorable(hit_tokens)` is the same.
 
         Raises:
             CacheError: The handle is past that.
@@ -214,36 +264,75 @@ class HiCacheController:
             OutOfPages: No page for a replacement. The handle is unchanged.
         """
         acquired._expect("limit", "acquired")
-        if hit_tokens % self._page_size or not 0 <= hit_tokens <= acquired.hit_tokens:
-            raise HitError(
-                "hit_tokens",
-                given=hit_tokens,
-                expected=f"a multiple of {self._page_size} in 0..{acquired.hit_tokens}",
-                consequence="tokens that were not found would not be computed",
-                remedy="pass the least hit over all ranks, each in whole pages",
-            )
-        hit = hit_tokens // self._page_size
-        given_up = acquired._device_hit - hit
-        if given_up > 0:
-            pages = acquired._pages.copy()
-            pages[hit : acquired._device_hit] = self._take(given_up)
-            acquired._pages = pages
-            acquired._owned[hit : acquired._device_hit] = True
-            acquired._device_hit = hit
-            left = pages[:hit]
-            acquired._pending = [load for load in acquired._pending if np.isin(load.device_pages, left).any()]
+        hit = acquired._lower_hit(hit_tokens)
+        pages, given_up = acquired._pages.copy(), max(0, acquired._device_hit - hit)
+        pages[hit : hit + given_up] = self._levels.take(given_up)
+        try:
+            self._group.open(acquired._shares, pages, hit, 0)
+        except BaseException:
+            self._device.release(pages[hit : hit + given_up])
+            raise
+        acquired._pages = pages
+        acquired._owned[hit : hit + given_up] = True
+        acquired._device_hit = min(acquired._device_hit, hit)
+        left = pages[: acquired._device_hit]
+        acquired._pending = [load for load in acquired._pending if np.isin(load.device_pages, left).any()]
         acquired._hit = hit
 
     def extend(self, acquired: Acquired, count: int) -> None:
-        """Take further pages, for tokens that follow the prompt.
+        """Take further pages, for tokens that follow the prompt, of companions too.
 
         Raises:
             CacheError: The handle has ended.
-            OutOfPages: Not enough pages. The handle is unchanged.
+            OutOfPages: Not enough pages. The handle has none of them.
         """
         acquired._expect("extend", "acquired", "loaded")
-        acquired._pages = np.concatenate([acquired._pages, self._take(count)])
+        pages = np.concatenate([acquired._pages, self._levels.take(count)])
+        try:
+            self._group.open(acquired._shares, pages, acquired._hit, pages.size)
+        except BaseException:
+            self._device.release(pages[pages.size - count :])
+            raise
+        acquired._pages = pages
         acquired._owned = np.concatenate([acquired._owned, np.ones(count, dtype=np.bool_)])
+
+    def advance(self, acquired: Acquired, computed: int, *, reach: int | None = None) -> None:
+        """Say how far a request has come, so that pages behind its window may leave, and take those ahead.
+
+        Args:
+            acquired: A loaded handle.
+            computed: Tokens that are computed, from the first of the prompt.
+            reach: As for `acquire`.
+
+        Raises:
+            CacheError: The handle is not loaded.
+            OutOfPages: Not enough pages; those behind the window may leave all the same.
+        """
+        acquired._expect("advance", "loaded")
+        total = acquired._pages.size
+        for share in acquired._shares:
+            share.advance(acquired._pages, min(computed // self._page_size, total), self._pages(reach, total))
+
+    def snapshot(self, acquired: Acquired, tokens: int) -> bool:
+        """Save the running states of a request, so that a later prompt can go on from here.
+
+        Args:
+            acquired: A loaded handle whose running rows hold the states after exactly these tokens, by work that was
+                issued before this call.
+            tokens: A multiple of the page size beyond the hit, within the pages of the handle. `acquired.known_tokens`
+                and the end of the prompt are good places.
+
+        Returns:
+            Whether there was room.
+
+        Raises:
+            CacheError: The handle is not loaded, or there is no such place.
+        """
+        acquired._expect("snapshot", "loaded")
+        position = acquired._own_position(tokens)
+        page = acquired._pages[position : position + 1]
+        shares = [share for share in acquired._shares if share.member.companion.coverage == "snapshots"]
+        return all([share.snapshot(page) for share in shares])
 
     def load(self, acquired: Acquired) -> None:
         """Start to bring the host's part of the hit back; does not wait (see `Acquired.wait_layer`).
@@ -252,24 +341,24 @@ class HiCacheController:
             CacheError: The handle was loaded or has ended.
             CanaryMismatch: Page `position` of the host's part is not what was backed up; `limit` to those before it. It
                 and all behind it have left the host, and it the third level, so that nobody else finds them.
-            Exception: What the mover or device raised; then nothing counts as loaded, and the handle can be aborted.
+            Exception: What a mover or the device raised; the handle can be aborted then.
         """
         acquired._expect("load", "acquired")
         start, stop = acquired._device_hit, acquired._hit
         if start < stop:
             nodes, pages = acquired._nodes[start:stop], acquired._pages[start:stop].copy()
-            absent = np.array([node not in self._device_page for node in nodes.tolist()])
             try:
-                load = self._copies.start_load(
-                    nodes[absent], acquired._host_pages[start:stop], pages, lambda: self._index.lock(nodes)
-                )
+                load, absent = self._levels.load(nodes, acquired._host_pages[start:stop], pages)
             except CanaryMismatch as error:
-                self._forget(acquired, start + error.position)
+                place = start + error.position
+                text = acquired.tokens[: (place + 1) * self._page_size]
+                self._levels.forget(int(nodes[error.position]), text, acquired.namespace)
                 raise
             acquired._pending.append(load)
-            self._index.loaded(nodes[absent], pages[absent])
-            self._device_page.update(zip(nodes[absent].tolist(), pages[absent].tolist(), strict=True))
             acquired._owned[start:stop][absent] = False
+        acquired.state = "failed"
+        for share in acquired._shares:
+            share.load(acquired._pages, stop, acquired._nodes, acquired._host_pages)
         acquired.state = "loaded"
 
     def finish(self, acquired: Acquired, tokens: IndexLike) -> None:
@@ -280,35 +369,32 @@ class HiCacheController:
             tokens: The prompt, or its beginning, or the prompt and what followed it. Shape: [tokens].
 
         Raises:
-            CacheError: Host pages were found and never loaded, or their load has failed; the handle has ended; the
-                tokens are not those of the prompt, or need more pages than the handle has. Nothing is changed.
+            CacheError: Something was found to be loaded and never was, or its load has failed; the handle has ended;
+                the tokens are not those of the prompt, or need more pages than the handle has. Nothing is changed.
             Exception: What a mover or device raised when the backup was started; the pages are in the index and the
                 handle has ended, without a host copy.
         """
-        acquired._expect("finish", *(("loaded",) if acquired.host_hit_tokens else ("acquired", "loaded")))
+        acquired._expect("finish", *(("loaded",) if acquired._must_load else ("acquired", "loaded")))
         acquired._expect_whole()
         done = as_index_array("tokens", tokens, CacheError)
-        common = min(done.size, acquired.tokens.size)
-        if not np.array_equal(done[:common], acquired.tokens[:common]) or done.size < acquired.hit_tokens:
-            raise bad_tokens(f"{done.size} other tokens", "the prompt, a longer text that begins with it, or less")
+        check_text(acquired, done, self._page_size)
         whole = done.size // self._page_size
-        if -(-done.size // self._page_size) > acquired.pages.size:
-            raise bad_tokens(f"{done.size} tokens", f"at most {acquired.pages.size * self._page_size}")
         pages, owned = acquired._pages, acquired._owned
         inserted = self._index.insert(done[: whole * self._page_size], pages[:whole], namespace=acquired.namespace)
-        self._device_page.update(zip(inserted.nodes.tolist(), inserted.pages.tolist(), strict=True))
+        self._levels.record(inserted.nodes, inserted.pages)
         owned[inserted.taken] = False
-        self._end(acquired, "finished")
+        for share in acquired._shares:
+            share.settle(pages[:whole], inserted.pages)
         self._count["prompt_tokens"] += acquired.tokens.size
         self._count["device_hit_tokens"] += acquired.device_hit_tokens
         self._count["host_hit_tokens"] += acquired.host_hit_tokens
+        self._count["uncovered_tokens"] += acquired.known_tokens - acquired.found_tokens
         lock = self._index.lock(inserted.nodes)
-        self._index.unlock(acquired.lock)
         try:
-            self._device.release(pages[owned])
-            least = _USES[self._policy]
-            if least is not None:
-                self._back_up(self._wanting(inserted.nodes, least))
+            acquired.state = "finished"
+            del self._open[id(acquired)]
+            self._release(acquired)
+            self._levels.keep(inserted.nodes, inserted.pages)
         finally:
             self._index.unlock(lock)
         self.poll()
@@ -317,25 +403,26 @@ class HiCacheController:
         """Give a request's pages back; what it found stays in the index.
 
         A load that nobody else waits for is stopped: layers that were not submitted are not moved, its pages are free
-        when the others have ended, and none of it counts. One that is wholly submitted is left to end.
+        when the others have ended, and none of it counts. One that is wholly submitted is left to end, and so are those
+        of companions.
 
         Raises:
             CacheError: The handle has ended.
         """
-        acquired._expect("abort", "acquired", "loaded")
-        self._end(acquired, "aborted")
+        acquired._expect("abort", "acquired", "loaded", "failed")
+        acquired.state = "aborted"
+        del self._open[id(acquired)]
         for load in acquired._pending:
             if not any(load in other._pending for other in self._open.values()):
-                self._copies.cancel(load, lambda: self._unload(load))  # noqa: B023
-        self._index.unlock(acquired.lock)
-        self._device.release(acquired._pages[acquired._owned])
+                self._copies.cancel(load, partial(self._unload, load))
+        self._release(acquired)
         self.poll()
 
     def cancel_backups(self) -> int:
         """Give up the backups that wait for others to end; returns their pages, which may be backed up later."""
         return self._copies.cancel_backups()
 
-    def prefetch(self, tokens: IndexLike, namespace: Namespace = None) -> Prefetch:
+    def prefetch(self, tokens: IndexLike, namespace: Namespace = None) -> Prefetch | CompanionPrefetch:
         """Start to bring what the third level has of a prompt to the host; see `StorageTier.prefetch`.
 
         Raises:
@@ -343,48 +430,49 @@ class HiCacheController:
         """
         if self._storage is None:
             raise no_storage()
-        return self._storage.prefetch(tokens, namespace)
+        prefetch = self._storage.prefetch(tokens, namespace)
+        return prefetch if self._companion_storage is None else self._companion_storage.prefetch(prefetch)
 
     def poll(self) -> None:
         """Acknowledge copies that have ended; never blocks. Raises what the device reports of them."""
-        self._copies.poll()
-        if self._storage is not None:
-            self._storage.poll()
+        self._levels.poll()
 
     def drain(self) -> None:
         """Wait until no copy is under way, in any level. Raises what the device reports."""
-        self._copies.drain()
-        if self._storage is not None:
-            self._storage.drain()
+        self._levels.drain()
 
-    def evict(self, pages: int) -> int:
-        """Let the least recently used pages leave the device until `pages` are free; returns how many left."""
-        before = self._count["evicted_device_pages"]
-        self._make_room(pages)
-        return self._count["evicted_device_pages"] - before
+    def evict(self, pages: int, companion: str | None = None) -> int:
+        """Let the least recently used pages leave the device until `pages` are free; returns how many left.
 
-    def _end(self, acquired: Acquired, state: Literal["finished", "aborted"]) -> None:
-        acquired.state = state
-        del self._open[id(acquired)]
-        self._count[state] += 1
+        Args:
+            pages: How many are to be free.
+            companion: Those of a companion; `None` for the cache's own, with which those of companions leave.
 
-    def _forget(self, acquired: Acquired, place: int) -> None:
-        """A host page is not what was backed up: it and all behind it leave the host, it alone the third level."""
-        with suppress(StaleNode):  # it has left already, and another request found it before
-            gone = self._index.drop_host(acquired._nodes[place : place + 1])
-            self._host.allocator.release(gone.pages)
-            self._count["refused_host_pages"] += int(gone.pages.size) + gone.shortfall
-        if self._storage is not None:
-            self._storage.forget(acquired.tokens[: (place + 1) * self._page_size], acquired.namespace)
+        Raises:
+            CacheError: There is no such companion.
+        """
+        if companion is not None:
+            device = self._group.member(companion).device
+            return device.evict(pages - device.own.available)
+        before = self._levels.counts["evicted_device_pages"]
+        self._levels.make_room(pages)
+        return self._levels.counts["evicted_device_pages"] - before
+
+    def _pages(self, reach: int | None, most: int) -> int:
+        return most if reach is None else min(most, -(-max(0, reach) // self._page_size))
+
+    def _release(self, acquired: Acquired) -> None:
+        self._count[acquired.state] += 1
+        self._index.unlock(acquired.lock)
+        for share in acquired._shares:
+            share.close()
+        self._device.release(acquired._pages[acquired._owned])
 
     def _unload(self, load: Load) -> bool:
         """Take the pages of a load that failed or is stopped out of the index, unless somebody has built on them."""
-        try:
-            pages = self._index.unloaded(load.nodes)
-        except TierOrder:
+        pages = self._levels.unload(load.nodes)
+        if pages is None:
             return False
-        for node in load.nodes.tolist():
-            del self._device_page[node]
         for acquired in self._open.values():  # who has them keeps them until he ends
             mine = np.isin(acquired._pages, pages) & ~acquired._owned
             self._device.retain(acquired._pages[mine])
@@ -392,60 +480,8 @@ class HiCacheController:
         self._device.release(pages)
         return True
 
-    def _take(self, count: int) -> IntArray:
-        self._make_room(count)
-        return self._device.alloc(count)
-
-    def _make_room(self, count: int) -> None:
-        """Evict until `count` pages are free, or nothing more can leave."""
-        if count <= self._device.available:
-            return
-        self.poll()
-        if self._policy == "write_back":
-            left = self._evict(count - self._device.available, keep_unbacked=True)
-            if left.size:
-                self._back_up(left)
-                self._copies.drain()
-        self._evict(count - self._device.available)
-        if count > self._device.available:
-            self._copies.drain()
-            if self._storage is not None:
-                self._storage.drain(reads=False)  # pages are locked until the store has them
-            self._evict(count - self._device.available)
-
-    def _evict(self, count: int, *, keep_unbacked: bool = False) -> IntArray:
-        """Evict from the device; returns the nodes that need a host copy first."""
-        if count <= 0:
-            return np.zeros(0, dtype=np.int64)
-        gone = self._index.evict_device(count, keep_unbacked=keep_unbacked)
-        for node in (*gone.removed.tolist(), *gone.kept.tolist()):
-            del self._device_page[node]
-        self._device.release(gone.pages)
-        self._count["evicted_device_pages"] += gone.pages.size
-        return gone.needs_backup
-
-    def _wanting(self, nodes: IntArray, least: int) -> IntArray:
-        """Those of a prefix's nodes that have no host copy, are used often enough, and are not under way."""
-        under_way = self._copies.being_backed_up()
-        pending = self._index.pending_backup(len(self._device_page), min_uses=least, in_flight=under_way)
-        wanting: IntArray = nodes[np.isin(nodes, pending)]
-        return wanting
-
-    def _back_up(self, nodes: IntArray) -> None:
-        """Start the backup of as many nodes as the host has room for, from the first."""
-        if not nodes.size:
-            return
-        lock = self._index.lock(nodes)
-        try:
-            host_pages, gone = take_host_pages(self._host, self._index, len(nodes))
-            count = len(host_pages)
-            self._count["evicted_host_pages"] += gone
-            self._count["unbacked_pages"] += len(nodes) - count
-        except BaseException:
-            self._index.unlock(lock)
-            raise
-        if not count:
-            self._index.unlock(lock)
-            return
-        device_pages = np.array([self._device_page[node] for node in nodes[:count].tolist()], dtype=np.int64)
-        self._copies.start_backup(nodes[:count], device_pages, host_pages, lock)
+    def _wait(self, acquired: Acquired, layer_id: int) -> None:
+        self._group.wait(acquired._shares, acquired._pages, acquired._hit, layer_id)
+        if layer_id in self._layers or not self._group.holds(layer_id):
+            for load in acquired._pending:
+                self._copies.wait_layer(load, layer_id)

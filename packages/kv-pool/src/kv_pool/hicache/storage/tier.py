@@ -80,6 +80,21 @@ class Prefetch:
         self._lock: PrefixLock | None = None
         self._work: Future[_Read] | None = None
 
+    @property
+    def tokens(self) -> IntArray:
+        """The text. Shape: [tokens]."""
+        return self._tokens
+
+    @property
+    def namespace(self) -> Namespace:
+        """Where it is looked up."""
+        return self._namespace
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether `cancel` was called."""
+        return self._stop.is_set()
+
     def cancel(self) -> None:
         """Stop after the batch that is under way; what was read whole until then is kept. Ends with the next `poll`."""
         self._stop.set()
@@ -203,6 +218,30 @@ class StorageTier:
     def index(self) -> PrefixIndex:
         """The index of the cache."""
         return self._index
+
+    @property
+    def store(self) -> PageStorage:
+        """Where pages are kept."""
+        return self._storage
+
+    @property
+    def digest(self) -> bytes:
+        """Identity of its pages: see `StorageIdentity.digest`."""
+        return self._digest
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """This rank and the number of ranks that hold the same pages."""
+        return self._rank, self._ranks
+
+    @property
+    def batch(self) -> int:
+        """Pages of one call to the store."""
+        return self._batch
+
+    def submit(self, work: Callable[..., Any], *arguments: object) -> Future[Any]:
+        """Let the threads of the tier do some work with the store."""
+        return self._threads.submit(work, *arguments)
 
     @property
     def canary(self) -> Canary | None:

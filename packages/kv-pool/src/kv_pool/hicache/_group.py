@@ -1,0 +1,210 @@
+"""Owns the companions of one cache together: which hit all of them can serve, and what a node's backup includes.
+
+A cache without companions has an empty group, which does nothing and costs nothing. It does not move bytes (see
+`_member`), nor keep a request's pages (see `_share`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kv_pool.errors import CacheError, HostPoolError
+from kv_pool.hicache._member import Member
+from kv_pool.hicache._share import Share
+from kv_pool.hicache.movers import create_mover
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from kv_planner import PrefixIndex
+
+    from kv_pool.allocator import PageAllocator
+    from kv_pool.hicache.companion import Companion
+    from kv_pool.hicache.host_pool import HostPool
+    from kv_pool.hicache.movers import MoverName
+    from kv_pool.hicache.streams import Streams
+    from kv_pool.tables import IntArray
+
+__all__ = ["Group", "covered"]
+
+
+class Group:
+    """The companions of a cache, at work.
+
+    Args:
+        companions: What they are.
+        allocator: The cache's device pages.
+        host: The cache's host pool.
+        index: The cache's index.
+        streams: The cache's lanes.
+        mover: Name of the movers.
+        poison: Whether freed device pages are overwritten.
+        backed_up: See `Member`.
+
+    Raises:
+        HostPoolError: A companion is of another cache, or two have one name.
+        UnsupportedMover: See `create_mover`.
+    """
+
+    def __init__(
+        self,
+        companions: Sequence[Companion],
+        allocator: PageAllocator,
+        host: HostPool,
+        index: PrefixIndex,
+        streams: Streams,
+        *,
+        mover: MoverName,
+        poison: bool,
+        backed_up: Callable[[Member, IntArray, IntArray], None] | None,
+    ) -> None:
+        names = [companion.name for companion in companions]
+        rules: list[tuple[str, object, object]] = [("names of companions", len(set(names)), len(names))]
+        for companion in companions:
+            at_home = companion.hosts[0].pool.device
+            rules.append((f"pages.lead of {companion.name}", companion.pages.lead is allocator, True))
+            rules.append((f"device of {companion.name}", at_home, host.pool.device))
+        for argument, given, expected in rules:
+            if given != expected:
+                raise HostPoolError(
+                    argument,
+                    given=given,
+                    expected=expected,
+                    consequence="pages of the companion would follow those of another cache",
+                    remedy="make a map from this cache's allocator for each companion, and give each its own name",
+                )
+        self._members = [
+            Member(
+                companion,
+                host.allocator,
+                [create_mover(mover, own) for own in companion.hosts],
+                streams,
+                index,
+                poison=poison,
+                backed_up=backed_up,
+            )
+            for companion in companions
+        ]
+        self._index = index
+        self._streams = streams
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members)
+
+    def __bool__(self) -> bool:
+        return bool(self._members)
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything is under way."""
+        return any(member.pending for member in self._members)
+
+    def member(self, name: str) -> Member:
+        """Return a companion by its name.
+
+        Raises:
+            CacheError: There is none.
+        """
+        for member in self._members:
+            if member.companion.name == name:
+                return member
+        raise CacheError(
+            "companion",
+            given=name,
+            expected=f"one of {[member.companion.name for member in self._members]}",
+            consequence="there are no such pages",
+            remedy="declare it at construction",
+        )
+
+    def find(self, device: IntArray, host: IntArray) -> tuple[int, list[Share]]:
+        """Return the deepest hit, in pages, that every companion can serve, and what a request has of each.
+
+        What was found up to there is kept until the shares are closed.
+
+        Args:
+            device: The cache's device page of each node of a prefix, below 1 for none. Shape: [pages].
+            host: Its host page, below 1 for none. Shape: [pages].
+        """
+        own = [(member.device.find(device), member.on_host(host)) for member in self._members]
+        have = [(near > 0) | (far > 0) for near, far in own]
+        depths = self.depths(
+            [Share(member, held) for member, held in zip(self._members, have, strict=True)], len(device)
+        )
+        depth = int(np.flatnonzero(depths)[-1])
+        shares = []
+        for member, (near, far), held in zip(self._members, own, have, strict=True):
+            share = Share(member, held[:depth])
+            share.keep(near[:depth][near[:depth] > 0], far[:depth][far[:depth] > 0])
+            reading = share.needed(depth)
+            for pages, found in ((member.device, device[reading]), (member.host, host[reading])):
+                used = found[pages.find(found) > 0]
+                pages.touch(used[::-1] if member.companion.trailing is None else used)
+            shares.append(share)
+        return depth, shares
+
+    @staticmethod
+    def depths(shares: Sequence[Share], pages: int) -> npt.NDArray[np.bool_]:
+        """Which hits, in pages, all companions can serve. Shape: [pages + 1]; the first is always True."""
+        depths = np.ones(pages + 1, dtype=np.bool_)
+        for share in shares:
+            depths &= covered(share.have, share.member.companion.trailing)
+        return depths
+
+    def open(self, shares: Sequence[Share], lead: IntArray, hit: int, reach: int) -> None:
+        """Take what a request needs of every companion.
+
+        Raises:
+            OutOfPages: One of them has not enough. What the others have taken stays with the request.
+        """
+        for share in shares:
+            share.open(lead, hit, reach)
+
+    def wait(self, shares: Sequence[Share], lead: IntArray, hit: int, layer_id: int) -> None:
+        """Let compute that is issued from now on begin after a layer of all loads that a hit reads."""
+        for share in shares:
+            if layer_id in share.member.layers:
+                for carry in share.arriving(lead, hit):
+                    self._streams.wait("compute", carry.layers[layer_id])
+
+    def holds(self, layer_id: int) -> bool:
+        """Whether a companion has a layer."""
+        return any(layer_id in member.layers for member in self._members)
+
+    def back_up(self, nodes: IntArray, device: IntArray, host: IntArray) -> None:
+        """Start to copy what all companions have of nodes to the host; see `Member.back_up`."""
+        for member in self._members:
+            member.back_up(nodes, device, host)
+
+    def catch_up(self, nodes: IntArray, device: IntArray) -> None:
+        """Copy to the host what companions have got of nodes whose own host copies are there already."""
+        if self._members and nodes.size:
+            host = self._index.residency(nodes)[1]
+            self.back_up(nodes[host > 0], device[host > 0], host[host > 0])
+
+    def poll(self) -> None:
+        """Acknowledge copies that have ended."""
+        for member in self._members:
+            member.poll()
+
+    def drain(self) -> None:
+        """Wait for all copies."""
+        for member in self._members:
+            member.drain()
+
+
+def covered(have: npt.NDArray[np.bool_], trailing: int | None) -> npt.NDArray[np.bool_]:
+    """Return which hits a companion can serve that needs the last `trailing` pages of each.
+
+    Args:
+        have: Which pages it has. Shape: [pages].
+        trailing: As for `Companion`.
+
+    Returns:
+        Shape: [pages + 1]; for each hit from 0 on.
+    """
+    ends = np.arange(1, have.size + 1)
+    run = ends - np.maximum.accumulate(np.where(have, 0, ends)) if have.size else ends
+    need = ends if trailing is None else np.minimum(ends, trailing)
+    return np.concatenate([[True], run >= need])

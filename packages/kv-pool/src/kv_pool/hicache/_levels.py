@@ -1,0 +1,214 @@
+"""Owns the pages of one cache over its levels: how room is made, when pages get their host copy, what is under way.
+
+The index says which tokens lie in which pages and which were used last; this says in which order pages leave, and that
+what a policy wants on the host is there before. It does not know requests (see `controller`).
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+from kv_planner import StaleNode, TierOrder
+
+from kv_pool.hicache._parts import WritePolicy
+from kv_pool.hicache.storage.tier import take_host_pages
+
+if TYPE_CHECKING:
+    from kv_planner import PrefixIndex
+
+    from kv_pool.hicache._copies import Copies
+    from kv_pool.hicache._device import DevicePages
+    from kv_pool.hicache._group import Group
+    from kv_pool.hicache._inflight import Load
+    from kv_pool.hicache.acquired import Namespace
+    from kv_pool.hicache.host_pool import HostPool
+    from kv_pool.hicache.storage import StorageTier
+    from kv_pool.hicache.storage.companions import CompanionStorage
+    from kv_pool.tables import IntArray
+
+__all__ = ["Levels"]
+
+_USES: dict[WritePolicy, int | None] = {"write_through": 1, "write_through_selective": 2, "write_back": None}
+
+
+class Levels:
+    """Device, host and store of one cache.
+
+    Attributes:
+        page_of: The device page of each node that is on the device.
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        device: DevicePages,
+        host: HostPool,
+        copies: Copies,
+        group: Group,
+        policy: WritePolicy,
+        storage: StorageTier | None,
+        companion_storage: CompanionStorage | None,
+    ) -> None:
+        self.page_of: dict[int, int] = {}
+        self._count = dict.fromkeys(
+            ("evicted_device_pages", "evicted_host_pages", "unbacked_pages", "refused_host_pages"), 0
+        )
+        self._index = index
+        self._device = device
+        self._host = host
+        self._copies = copies
+        self._group = group
+        self._policy = policy
+        self._storage = storage
+        self._companion_storage = companion_storage
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything is under way between the levels."""
+        stores = [store for store in (self._storage, self._companion_storage) if store is not None]
+        return self._copies.pending or self._group.pending or any(store.pending for store in stores)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What was done so far, by the names of `CacheCounters`."""
+        copied = self._copies.counts
+        unbacked = self._count["unbacked_pages"] + copied["unbacked_pages"]
+        return {**self._count, **copied, "unbacked_pages": unbacked}
+
+    @property
+    def of_index(self) -> IntArray:
+        """Device pages of the index."""
+        return np.fromiter(self.page_of.values(), dtype=np.int64)
+
+    def poll(self) -> None:
+        """Acknowledge what has ended; never blocks."""
+        self._group.poll()  # first: what companions have of a node is there before the node counts as backed up
+        self._copies.poll()
+        if self._storage is not None:
+            self._storage.poll()
+        if self._companion_storage is not None:
+            self._companion_storage.poll()
+
+    def drain(self) -> None:
+        """Wait for everything."""
+        self._group.drain()
+        self._copies.drain()
+        if self._storage is not None:
+            self._storage.drain()
+        if self._companion_storage is not None:
+            self._companion_storage.drain()
+
+    def take(self, count: int) -> IntArray:
+        """Take device pages; others leave for them.
+
+        Raises:
+            OutOfPages: Not enough, even after everything unprotected has left.
+        """
+        self.make_room(count)
+        return self._device.alloc(count)
+
+    def make_room(self, count: int) -> None:
+        """Evict until `count` pages are free, or nothing more can leave."""
+        if count <= self._device.available:
+            return
+        self.poll()
+        if self._policy == "write_back":
+            left = self._evict(count - self._device.available, keep_unbacked=True)
+            if left.size:
+                self.back_up(left)
+                self._group.drain()
+                self._copies.drain()
+        self._evict(count - self._device.available)
+        if count > self._device.available:
+            self._group.drain()
+            self._copies.drain()
+            if self._storage is not None:
+                self._storage.drain(reads=False)  # pages are locked until the store has them
+            self._evict(count - self._device.available)
+
+    def record(self, nodes: IntArray, pages: IntArray) -> None:
+        """Say where nodes lie on the device."""
+        self.page_of.update(zip(nodes.tolist(), pages.tolist(), strict=True))
+
+    def load(self, nodes: IntArray, host_pages: IntArray, pages: IntArray) -> tuple[Load, IntArray]:
+        """Start to bring nodes to device pages; returns the load, and which of the pages the index has taken over."""
+        absent = np.array([node not in self.page_of for node in nodes.tolist()])
+        load = self._copies.start_load(nodes[absent], host_pages, pages, lambda: self._index.lock(nodes))
+        self._index.loaded(nodes[absent], pages[absent])
+        self.record(nodes[absent], pages[absent])
+        return load, absent
+
+    def unload(self, nodes: IntArray) -> IntArray | None:
+        """Take nodes off the device in the index; returns their pages, `None` where somebody has built on them."""
+        try:
+            pages = self._index.unloaded(nodes)
+        except TierOrder:
+            return None
+        for node in nodes.tolist():
+            del self.page_of[node]
+        return pages
+
+    def forget(self, node: int, tokens: IntArray, namespace: Namespace) -> None:
+        """A host page is not what was backed up: it and all behind it leave the host, it alone the third level.
+
+        Args:
+            node: Its node.
+            tokens: The text up to its end. Shape: [tokens].
+            namespace: Where the text was found.
+        """
+        with suppress(StaleNode):  # it has left already, and another request found it before
+            gone = self._index.drop_host(np.array([node]))
+            self._host.allocator.release(gone.pages)
+            self._count["refused_host_pages"] += int(gone.pages.size) + gone.shortfall
+        if self._storage is not None:
+            self._storage.forget(tokens, namespace)
+
+    def keep(self, nodes: IntArray, pages: IntArray) -> None:
+        """Start the backups that the policy asks for when a prompt has ended with these nodes, in these pages."""
+        least = _USES[self._policy]
+        if least is not None:
+            self.back_up(self._wanting(nodes, least))
+        self._group.catch_up(nodes, pages)
+
+    def back_up(self, nodes: IntArray) -> None:
+        """Start the backup of as many nodes as the host has room for, from the first; companions before the node."""
+        if not nodes.size:
+            return
+        lock = self._index.lock(nodes)
+        host_pages = nodes[:0]
+        try:
+            host_pages, gone = take_host_pages(self._host, self._index, len(nodes))
+            count = len(host_pages)
+            self._count["evicted_host_pages"] += gone
+            self._count["unbacked_pages"] += len(nodes) - count
+            kept = nodes[:count]
+            pages = np.array([self.page_of[node] for node in kept.tolist()], dtype=np.int64)
+            self._group.back_up(kept, pages, host_pages)
+        except BaseException:
+            self._host.allocator.release(host_pages)
+            self._index.unlock(lock)
+            raise
+        if not count:
+            self._index.unlock(lock)
+            return
+        self._copies.start_backup(kept, pages, host_pages, lock)
+
+    def _evict(self, count: int, *, keep_unbacked: bool = False) -> IntArray:
+        """Evict from the device; returns the nodes that need a host copy first."""
+        if count <= 0:
+            return np.zeros(0, dtype=np.int64)
+        gone = self._index.evict_device(count, keep_unbacked=keep_unbacked)
+        for node in (*gone.removed.tolist(), *gone.kept.tolist()):
+            del self.page_of[node]
+        self._device.release(gone.pages)
+        self._count["evicted_device_pages"] += gone.pages.size
+        return gone.needs_backup
+
+    def _wanting(self, nodes: IntArray, least: int) -> IntArray:
+        """Those of a prefix's nodes that have no host copy, are used often enough, and are not under way."""
+        under_way = self._copies.being_backed_up()
+        pending = self._index.pending_backup(len(self.page_of), min_uses=least, in_flight=under_way)
+        wanting: IntArray = nodes[np.isin(nodes, pending)]
+        return wanting

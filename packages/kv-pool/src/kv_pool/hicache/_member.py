@@ -1,0 +1,269 @@
+"""Owns one companion at work: its pages on the device and on the host, and its copies that are under way.
+
+Whoever reads or writes a page is a holder of it beside the map that names it, so that it neither leaves nor goes to
+somebody else before the device says that it is done. It does not choose what is read or kept (see `_group`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kv_pool.hicache._device import fill_poison, pages_second
+from kv_pool.hicache.accounting import Accounting
+from kv_pool.hicache.streams import issue
+from kv_pool.page_map import PageMap
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from kv_planner import PrefixIndex, PrefixLock
+
+    from kv_pool.allocator import PageAllocator
+    from kv_pool.hicache.companion import Companion
+    from kv_pool.hicache.movers import Mover
+    from kv_pool.hicache.streams import Mark, Streams
+    from kv_pool.tables import IntArray
+
+__all__ = ["Carry", "Member"]
+
+
+@dataclass(frozen=True)
+class Carry:
+    """Own pages between device and host; the carry is one of their holders.
+
+    Attributes:
+        pages: Device pages. Shape: [pages].
+        host_pages: Host pages. Shape: [pages].
+        lock: Keeps the nodes and the leading pages.
+        layers: Mark of each layer's arrival, by global layer id; of a load.
+        mark: End of the copies.
+        nodes: Nodes of a backup, parents first.
+        lead_host: Leading host pages of a backup.
+    """
+
+    pages: IntArray
+    host_pages: IntArray
+    lock: PrefixLock
+    layers: Mapping[int, Mark]
+    mark: Mark
+    nodes: IntArray
+    lead_host: IntArray
+
+
+class Member:
+    """The pages of a companion, on both sides.
+
+    Args:
+        companion: What it is.
+        lead_host: Allocator of the cache's own host pages.
+        movers: One a host pool.
+        streams: The lanes of the cache.
+        index: The index of the cache.
+        poison: Whether freed device pages are overwritten.
+        backed_up: Called with nodes and own host pages when host copies are complete.
+    """
+
+    def __init__(
+        self,
+        companion: Companion,
+        lead_host: PageAllocator,
+        movers: Sequence[Mover],
+        streams: Streams,
+        index: PrefixIndex,
+        *,
+        poison: bool,
+        backed_up: Callable[[Member, IntArray, IntArray], None] | None,
+    ) -> None:
+        self.companion = companion
+        self.device = companion.pages
+        self.host = PageMap(lead_host, companion.host.allocator)
+        self.layers = sorted(
+            {layer for host in companion.hosts for mirror in host.mirrors for layer in mirror.layer_ids}
+        )
+        self.loaded = 0
+        self.backed_up = 0
+        self._movers = movers
+        self._streams = streams
+        self._index = index
+        self._on_backed_up = backed_up
+        self._storages = [
+            storage for host in companion.hosts for mirror in host.mirrors for storage in pages_second(mirror)
+        ]
+        self._backups: deque[Carry] = deque()
+        self._loads: deque[Carry] = deque()
+        if poison:
+            self.device.own.watch(lambda freed: fill_poison(self._storages, freed))
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything is under way."""
+        return bool(self._backups or self._loads)
+
+    @property
+    def loads(self) -> Iterable[Carry]:
+        """Loads that have not been acknowledged."""
+        return self._loads
+
+    def take(self, count: int) -> IntArray:
+        """Take own device pages; the longest unused ones leave for them.
+
+        Raises:
+            OutOfPages: Not enough, even when nothing is under way. None is taken.
+        """
+        own = self.device.own
+        self.device.evict(count - own.available)
+        if count > own.available and self.pending:
+            self.drain()
+            self.device.evict(count - own.available)
+        return own.alloc(count)
+
+    def take_host(self, count: int) -> IntArray:
+        """Take up to `count` own host pages; the longest unused ones leave for them."""
+        own = self.host.own
+        self.host.evict(count - own.available)
+        return own.alloc(min(count, own.available))
+
+    def on_host(self, lead_host: IntArray) -> IntArray:
+        """Own host pages whose bytes are there, 0 for others. Shape: that of `lead_host`."""
+        found = self.host.find(lead_host)
+        arriving = [carry.host_pages for carry in self._backups]
+        return np.where(np.isin(found, np.concatenate(arriving)), 0, found) if arriving else found
+
+    def back_up(self, nodes: IntArray, lead: IntArray, lead_host: IntArray) -> None:
+        """Start to copy what these pages have on the device and not on the host, as far as there is room.
+
+        Args:
+            nodes: Index nodes, parents first. Shape: [pages].
+            lead: The cache's device page of each.
+            lead_host: The cache's host page of each, held.
+
+        Raises:
+            Exception: What a mover or the device raised; nothing counts as copied then.
+        """
+        chosen = np.flatnonzero((self.device.find(lead) > 0) & (self.host.find(lead_host) == 0))
+        taken = self.take_host(chosen.size)
+        chosen = chosen[: taken.size] if self.companion.trailing is None else chosen[chosen.size - taken.size :]
+        if not chosen.size:
+            return
+        pages, homes = self.device.find(lead[chosen]), lead_host[chosen]
+        self.host.give(homes, taken)
+        self.host.touch(homes[::-1] if self.companion.trailing is None else homes)
+        lock = self._index.lock(nodes[chosen])
+
+        def move() -> None:
+            for mover in self._movers:
+                mover.backup(pages, taken)
+
+        try:
+            mark = issue(self._streams, "backup", [self._streams.mark("compute")], move)
+        except BaseException:
+            self.host.leave(homes)
+            self._index.unlock(lock)
+            raise
+        self._hold(pages, taken)
+        self._backups.append(Carry(pages, taken, lock, {}, mark, nodes[chosen], homes))
+
+    def load(self, pages: IntArray, host_pages: IntArray, nodes: IntArray) -> None:
+        """Start to copy own host pages to own device pages, layer by layer where the movers can.
+
+        Raises:
+            Exception: What a mover or the device raised; nothing writes the pages any more.
+        """
+        layers: dict[int, Mark] = {}
+
+        def move() -> None:
+            if any(mover.capabilities.granularity == "page" for mover in self._movers):
+                for mover in self._movers:
+                    mover.load(pages, host_pages)
+                return
+            for layer in self.layers:
+                for mover, host in zip(self._movers, self.companion.hosts, strict=True):
+                    if any(layer in mirror.layer_ids for mirror in host.mirrors):
+                        mover.load(pages, host_pages, layer)
+                layers[layer] = self._streams.mark("load")
+
+        lock = self._index.lock(nodes)
+        try:
+            mark = issue(self._streams, "load", [self._streams.mark("compute")], move)
+        except BaseException:
+            self._index.unlock(lock)
+            raise
+        self._hold(pages, host_pages)
+        marks = layers or dict.fromkeys(self.layers, mark)
+        self._loads.append(Carry(pages, host_pages, lock, marks, mark, nodes, nodes[:0]))
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Copy a row on the compute lane."""
+        for storage in self._storages:
+            storage[:, target].copy_(storage[:, source])
+
+    def clear_row(self, row: int) -> None:
+        """Zero a row on the compute lane."""
+        for storage in self._storages:
+            storage[:, row].zero_()
+
+    def poll(self) -> None:
+        """Acknowledge copies that have ended."""
+        self._end(lambda mark: mark.reached())
+
+    def drain(self) -> None:
+        """Wait for all copies, and acknowledge them."""
+        self._end(lambda mark: True)
+
+    def accounting(self, of_index: IntArray, private: Sequence[IntArray]) -> Accounting:
+        """Count who holds the own device pages.
+
+        Args:
+            of_index: The cache's device pages that are the index's.
+            private: Own pages that requests hold without a name: kept ready, running rows.
+        """
+        named = self.device.named()
+        own = self.device.find(named)
+        idle = self.device.own.holders(own) == 1
+        protected = own[~idle & np.isin(named, of_index)]
+        outside = np.concatenate([own[~idle], *private, *(carry.pages for carry in (*self._backups, *self._loads))])
+        return Accounting(
+            available=self.device.own.available,
+            evictable=int(idle.sum()),
+            protected=protected.size,
+            in_use=np.setdiff1d(outside, protected).size,
+            total=self.device.own.total,
+        )
+
+    @contextmanager
+    def _letting_go(self, carry: Carry) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._index.unlock(carry.lock)
+            self.device.own.release(carry.pages)
+            self.host.own.release(carry.host_pages)
+
+    def _hold(self, pages: IntArray, host_pages: IntArray) -> None:
+        self.device.own.retain(pages)
+        self.host.own.retain(host_pages)
+
+    def _end(self, ended: Callable[[Mark], bool]) -> None:
+        while self._loads and ended(self._loads[0].mark):
+            carry = self._loads.popleft()
+            with self._letting_go(carry):
+                carry.mark.wait_on_host()
+                self.loaded += carry.pages.size
+        while self._backups and ended(self._backups[0].mark):
+            carry = self._backups.popleft()
+            with self._letting_go(carry):
+                try:
+                    carry.mark.wait_on_host()
+                except BaseException:
+                    here = self.host.find(carry.lead_host) == carry.host_pages
+                    self.host.leave(carry.lead_host[here])
+                    raise
+                self.backed_up += carry.pages.size
+                if self._on_backed_up is not None:
+                    self._on_backed_up(self, carry.nodes, carry.host_pages)

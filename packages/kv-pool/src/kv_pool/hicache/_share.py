@@ -1,0 +1,196 @@
+"""Owns what one request has of one companion: pages that it keeps from leaving, pages kept ready, its running row.
+
+Every method is done as a whole or refused as a whole. It does not choose the hit (see `_group`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kv_pool.errors import OutOfPages
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from kv_pool.hicache._member import Carry, Member
+    from kv_pool.tables import IntArray
+
+__all__ = ["Share"]
+
+
+def _none() -> IntArray:
+    return np.zeros(0, dtype=np.int64)
+
+
+@dataclass
+class Share:
+    """A request's share of a companion. Positions count pages of the prompt; `lead` are the cache's device pages.
+
+    Attributes:
+        member: The companion at work.
+        have: Which pages of the prefix that was found it has, on the device or on the host. Shape: [pages].
+        device: Own device pages of which the request is a holder.
+        host: Own host pages of which the request is a holder, until they are loaded.
+        ready: Own device pages that `load` will fill, by position.
+        reached: Positions below this one have been given a page of their own.
+        row: The running row of states; 0 for none.
+    """
+
+    member: Member
+    have: npt.NDArray[np.bool_]
+    device: IntArray = field(default_factory=_none)
+    host: IntArray = field(default_factory=_none)
+    ready: dict[int, int] = field(default_factory=dict)
+    reached: int = 0
+    row: int = 0
+
+    @property
+    def must_load(self) -> bool:
+        """Whether `load` has something to do."""
+        return bool(self.ready or self.row)
+
+    @property
+    def private(self) -> IntArray:
+        """Own device pages that no page of the cache names."""
+        return np.array([*self.ready.values(), *([self.row] if self.row else [])], dtype=np.int64)
+
+    def needed(self, hit: int) -> IntArray:
+        """Positions that a hit of so many pages reads."""
+        trailing = self.member.companion.trailing
+        return np.arange(0 if trailing is None else max(0, hit - trailing), hit)
+
+    def keep(self, device: IntArray, host: IntArray) -> None:
+        """Keep pages that were found from leaving, until `close`."""
+        self.device, self.host = device, host
+        self.member.device.own.retain(device)
+        self.member.host.own.retain(host)
+
+    def open(self, lead: IntArray, hit: int, reach: int) -> None:
+        """Take a page for each position from the hit to `reach`, and for each that `load` will fill; or a row.
+
+        Also makes a lower hit good: positions that have a page keep it.
+
+        Raises:
+            OutOfPages: Not enough. Nothing is taken.
+        """
+        if self.member.companion.coverage == "snapshots":
+            if not self.row:
+                self.row = int(self.member.take(1)[0])
+            return
+        wanted = self.needed(hit)
+        fill = [position for position in wanted[self._bare(lead, wanted)].tolist() if position not in self.ready]
+        own = np.arange(hit, max(reach, self.reached))
+        own = own[self._bare(lead, own)]
+        taken = self.member.take(len(fill) + own.size)
+        self.ready.update(zip(fill, taken.tolist(), strict=False))
+        useless = [self.ready.pop(position) for position in list(self.ready) if position not in wanted]
+        self.member.device.own.release(np.array(useless, dtype=np.int64))
+        self._give(lead[own], taken[len(fill) :])
+        self.reached = max(reach, self.reached, hit)
+
+    def advance(self, lead: IntArray, computed: int, reach: int) -> None:
+        """Let go of what no later token reads, and take pages up to `reach`.
+
+        Raises:
+            OutOfPages: Not enough; what was let go stays so.
+        """
+        if self.member.companion.coverage == "snapshots":
+            return
+        self._let_go(self.member.device.find(lead[: int(self.needed(computed)[0]) if computed else 0]))
+        own = np.arange(self.reached, max(reach, self.reached))
+        self._give(lead[own], self.member.take(own.size))
+        self.reached = max(reach, self.reached)
+
+    def load(self, lead: IntArray, hit: int, nodes: IntArray, lead_host: IntArray) -> None:
+        """Start to fill what the hit needs and the device lacks; then keep no more than the hit needs.
+
+        Raises:
+            Exception: What a mover or the device raised. The request can only be aborted then.
+        """
+        if self.row:
+            self._load_row(lead, hit, nodes, lead_host)
+        else:
+            places = np.array(sorted(self.ready), dtype=np.int64)
+            bare = self._bare(lead, places)
+            late = np.array([self.ready[place] for place in places[~bare].tolist()], dtype=np.int64)
+            self.member.device.own.release(late)  # another request has loaded these meanwhile
+            places = places[bare]
+            pages = np.array([self.ready[place] for place in places.tolist()], dtype=np.int64)
+            self.ready = {}
+            self._give(lead[places], pages)
+            if places.size:
+                try:
+                    self.member.load(pages, self.member.on_host(lead_host[places]), nodes[places])
+                except BaseException:
+                    self.member.device.leave(lead[places])
+                    raise
+            reading = self.member.device.find(lead[self.needed(hit)])
+            self._keep_also(reading[~np.isin(reading, self.device)])
+            kept = np.concatenate([reading, self.member.device.find(lead[hit : self.reached])])
+            self._let_go(self.device[~np.isin(self.device, kept)])
+        self.member.host.own.release(self.host)
+        self.host = _none()
+
+    def snapshot(self, lead_page: IntArray) -> bool:
+        """Save the running row under a page of the cache; whether there was room."""
+        if self.member.device.find(lead_page)[0]:
+            return True
+        try:
+            row = self.member.take(1)
+        except OutOfPages:
+            return False
+        self.member.copy_row(self.row, int(row[0]))
+        self.member.device.give(lead_page, row)
+        self.member.device.touch(lead_page)
+        return True
+
+    def arriving(self, lead: IntArray, hit: int) -> list[Carry]:
+        """Loads under way of what the hit reads."""
+        reading = [*self.member.device.find(lead[self.needed(hit)]).tolist(), self.row]
+        return [carry for carry in self.member.loads if np.isin(carry.pages, reading).any()]
+
+    def settle(self, given: IntArray, kept: IntArray) -> None:
+        """Name the pages of a finished text by the pages that the index has kept, and count them as used."""
+        other = given != kept
+        self.member.device.pass_on(given[other], kept[other])
+        self.member.device.touch(kept[::-1] if self.member.companion.trailing is None else kept)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        own = self.member.device.own
+        own.release(np.concatenate([self.device, self.private]))
+        self.member.host.own.release(self.host)
+        self.device, self.host, self.ready, self.row = _none(), _none(), {}, 0
+
+    def _load_row(self, lead: IntArray, hit: int, nodes: IntArray, lead_host: IntArray) -> None:
+        """Bring the running row to the state at the end of the hit."""
+        if not hit:
+            self.member.clear_row(self.row)
+            return
+        saved = int(self.member.device.find(lead[hit - 1 : hit])[0])
+        if saved:
+            self.member.copy_row(saved, self.row)
+        else:
+            row = np.array([self.row])
+            self.member.load(row, self.member.on_host(lead_host[hit - 1 : hit]), nodes[hit - 1 : hit])
+        self._let_go(self.device)
+
+    def _bare(self, lead: IntArray, positions: IntArray) -> npt.NDArray[np.bool_]:
+        bare: npt.NDArray[np.bool_] = self.member.device.find(lead[positions]) == 0
+        return bare
+
+    def _give(self, lead: IntArray, own: IntArray) -> None:
+        self.member.device.give(lead, own)
+        self._keep_also(own)
+
+    def _keep_also(self, own: IntArray) -> None:
+        self.member.device.own.retain(own)
+        self.device = np.concatenate([self.device, own])
+
+    def _let_go(self, own: IntArray) -> None:
+        gone = np.isin(self.device, own)
+        self.member.device.own.release(self.device[gone])
+        self.device = self.device[~gone]
