@@ -6,7 +6,7 @@ A cache without companions has an empty group, which does nothing and costs noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kv_pool.hicache.companion import Companion
     from kv_pool.hicache.host_pool import HostPool
     from kv_pool.hicache.movers import MoverName
+    from kv_pool.hicache.storage.companions import CompanionStorage
     from kv_pool.hicache.streams import Streams
     from kv_pool.tables import IntArray
 
@@ -41,7 +42,7 @@ class Group:
         streams: The cache's lanes.
         mover: Name of the movers.
         poison: Whether freed device pages are overwritten.
-        backed_up: See `Member`.
+        storage: Where companions' pages go when their host copies are complete; `None` for two levels.
 
     Raises:
         HostPoolError: A companion is of another cache, or two have one name.
@@ -58,7 +59,7 @@ class Group:
         *,
         mover: MoverName,
         poison: bool,
-        backed_up: Callable[[Member, IntArray, IntArray], None] | None,
+        storage: CompanionStorage | None,
     ) -> None:
         names = [companion.name for companion in companions]
         rules: list[tuple[str, object, object]] = [("names of companions", len(set(names)), len(names))]
@@ -83,10 +84,14 @@ class Group:
                 streams,
                 index,
                 poison=poison,
-                backed_up=backed_up,
+                backed_up=storage.back_up if storage is not None else None,
             )
             for companion in companions
         ]
+        if storage is not None:
+            storage.attach(self._members)
+        self._page_size = allocator.page_size
+        self._own_layers = frozenset(layer for mirror in host.mirrors for layer in mirror.layer_ids)
         self._index = index
         self._streams = streams
 
@@ -152,14 +157,23 @@ class Group:
             depths &= covered(share.have, share.member.companion.trailing)
         return depths
 
-    def open(self, shares: Sequence[Share], lead: IntArray, hit: int, reach: int) -> None:
-        """Take what a request needs of every companion.
+    def open(self, shares: Sequence[Share], lead: IntArray, hit: int, reach: int | None = None) -> None:
+        """Take what a request needs of every companion, for the tokens below `reach`.
 
         Raises:
             OutOfPages: One of them has not enough. What the others have taken stays with the request.
         """
         for share in shares:
-            share.open(lead, hit, reach)
+            share.open(lead, hit, self._pages(reach, lead.size))
+
+    def advance(self, shares: Sequence[Share], lead: IntArray, computed: int, reach: int | None) -> None:
+        """Let go of what no token after the computed ones reads, and take pages up to `reach`.
+
+        Raises:
+            OutOfPages: See `Share.advance`.
+        """
+        for share in shares:
+            share.advance(lead, min(computed // self._page_size, lead.size), self._pages(reach, lead.size))
 
     def wait(self, shares: Sequence[Share], lead: IntArray, hit: int, layer_id: int) -> None:
         """Let compute that is issued from now on begin after a layer of all loads that a hit reads."""
@@ -168,9 +182,9 @@ class Group:
                 for carry in share.arriving(lead, hit):
                     self._streams.wait("compute", carry.layers[layer_id])
 
-    def holds(self, layer_id: int) -> bool:
-        """Whether a companion has a layer."""
-        return any(layer_id in member.layers for member in self._members)
+    def alone_holds(self, layer_id: int) -> bool:
+        """Whether a layer lies with a companion, and not in the cache's own pool."""
+        return layer_id not in self._own_layers and any(layer_id in member.layers for member in self._members)
 
     def back_up(self, nodes: IntArray, device: IntArray, host: IntArray) -> None:
         """Start to copy what all companions have of nodes to the host; see `Member.back_up`."""
@@ -192,6 +206,10 @@ class Group:
         """Wait for all copies."""
         for member in self._members:
             member.drain()
+
+    def _pages(self, reach: int | None, most: int) -> int:
+        """Pages of the tokens below `reach`; all of them without one."""
+        return most if reach is None else min(most, -(-max(0, reach) // self._page_size))
 
 
 def covered(have: npt.NDArray[np.bool_], trailing: int | None) -> npt.NDArray[np.bool_]:

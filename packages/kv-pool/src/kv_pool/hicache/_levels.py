@@ -128,6 +128,12 @@ class Levels:
                 self._storage.drain(reads=False)  # pages are locked until the store has them
             self._evict(count - self._device.available)
 
+    def evict(self, count: int) -> int:
+        """Evict until `count` pages are free; returns how many left."""
+        before = self._count["evicted_device_pages"]
+        self.make_room(count)
+        return self._count["evicted_device_pages"] - before
+
     def record(self, nodes: IntArray, pages: IntArray) -> None:
         """Say where nodes lie on the device."""
         self.page_of.update(zip(nodes.tolist(), pages.tolist(), strict=True))

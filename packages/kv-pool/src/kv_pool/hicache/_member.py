@@ -116,12 +116,15 @@ class Member:
         Raises:
             OutOfPages: Not enough, even when nothing is under way. None is taken.
         """
-        own = self.device.own
-        self.device.evict(count - own.available)
-        if count > own.available and self.pending:
+        self.evict(count)
+        if count > self.device.own.available and self.pending:
             self.drain()
-            self.device.evict(count - own.available)
-        return own.alloc(count)
+            self.evict(count)
+        return self.device.own.alloc(count)
+
+    def evict(self, count: int) -> int:
+        """Let the longest unused pages leave the device until `count` are free; returns how many left."""
+        return self.device.evict(count - self.device.own.available)
 
     def take_host(self, count: int) -> IntArray:
         """Take up to `count` own host pages; the longest unused ones leave for them."""

@@ -9,7 +9,6 @@ scheduler owns a pool. It does not compute attention, nor talk to other ranks: t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,10 +18,10 @@ from kv_pool.errors import CacheError, CanaryMismatch
 from kv_pool.hicache._copies import Copies
 from kv_pool.hicache._device import DevicePages
 from kv_pool.hicache._group import Group
-from kv_pool.hicache._inflight import CopyLimits, Load, UnderWay
 from kv_pool.hicache._levels import Levels
 from kv_pool.hicache._parts import WritePolicy, check_parts, check_text, empty_prompt, no_storage
-from kv_pool.hicache.accounting import Accounting, CacheCounters
+from kv_pool.hicache._reports import CacheReports
+from kv_pool.hicache.accounting import CacheCounters
 from kv_pool.hicache.acquired import Acquired, Namespace
 from kv_pool.hicache.movers import Mover, MoverName, create_mover
 from kv_pool.hicache.storage.companions import CompanionStorage
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from kv_planner import PrefixIndex
 
     from kv_pool.allocator import PageAllocator
+    from kv_pool.hicache._inflight import CopyLimits, Load
     from kv_pool.hicache._share import Share
     from kv_pool.hicache.canary import Canary
     from kv_pool.hicache.companion import Companion
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["HiCacheController", "WritePolicy"]
 
 
-class HiCacheController:
+class HiCacheController(CacheReports):
     """A prefix cache over a device pool and the host pool that mirrors it, and over the companions of both.
 
     Invariants, true before and after every call:
@@ -66,8 +66,7 @@ class HiCacheController:
         streams: Lanes for copies; `None` makes those of the pool's device.
         poison: Whether freed device pages are overwritten, so that a stale read shows.
         storage: The third level, over the same host pool and index; `None` for two levels.
-        canary: Checksums that are taken of every backed-up token and asked at every load; `None` for none. Not for
-            companions.
+        canary: Checksums of every backed-up token of `pool`, asked at every load; `None` for none.
         limits: How much is copied at a time; `None` for the defaults of `CopyLimits`.
         companions: Further pools of the model: see `Companion`.
 
@@ -103,18 +102,7 @@ class HiCacheController:
         self._device = DevicePages(allocator, host, poison=poison)
         self._storage = storage
         stored = CompanionStorage(storage, companions) if storage is not None and companions else None
-        self._group = Group(
-            companions,
-            allocator,
-            host,
-            index,
-            lanes,
-            mover=name,
-            poison=poison,
-            backed_up=stored.back_up if stored is not None else None,
-        )
-        if stored is not None:
-            stored.attach(self._group)
+        self._group = Group(companions, allocator, host, index, lanes, mover=name, poison=poison, storage=stored)
         self._companion_storage = stored
         backed_up = storage.back_up if storage is not None else None
         self._copies = Copies(
@@ -122,74 +110,8 @@ class HiCacheController:
             failed=self._unload, limits=limits, backed_up=backed_up, canary=canary,
         )  # fmt: skip
         self._levels = Levels(index, self._device, host, self._copies, self._group, policy, storage, stored)
-        self._layers = frozenset(layer for mirror in host.mirrors for layer in mirror.layer_ids)
         self._open: dict[int, Acquired] = {}
         self._count = dict.fromkeys(CacheCounters.__dataclass_fields__, 0)
-
-    @property
-    def policy(self) -> WritePolicy:
-        """When pages get their host copy."""
-        return self._policy
-
-    @property
-    def mover(self) -> Mover:
-        """What moves the bytes."""
-        return self._mover
-
-    @property
-    def host(self) -> HostPool:
-        """The host pool."""
-        return self._host
-
-    @property
-    def companions(self) -> tuple[Companion, ...]:
-        """The companions, in the order of construction."""
-        return tuple(member.companion for member in self._group)
-
-    @property
-    def counters(self) -> CacheCounters:
-        """What the cache has done so far."""
-        companions = {
-            "companion_loaded_pages": sum(member.loaded for member in self._group),
-            "companion_backed_up_pages": sum(member.backed_up for member in self._group),
-        }
-        return CacheCounters(**self._count | self._levels.counts | companions)
-
-    @property
-    def under_way(self) -> UnderWay:
-        """Pages of the cache's own pool that wait or travel between the levels at this moment."""
-        between = self._copies.under_way
-        return between if self._storage is None else replace(between, **self._storage.under_way)
-
-    @property
-    def pending(self) -> bool:
-        """Whether anything is under way between the levels."""
-        return self._levels.pending
-
-    def accounting(self, companion: str | None = None) -> Accounting:
-        """Count who holds the device pages of the cache's own pool, or those of a companion.
-
-        Raises:
-            IntegrityError: The numbers do not add up to the pool.
-            CacheError: There is no such companion.
-        """
-        of_index = self._levels.of_index
-        if companion is not None:
-            shares = [share for handle in self._open.values() for share in handle._shares]
-            mine = [share for share in shares if share.member.companion.name == companion]
-            held = [pages for share in mine for pages in (share.device, share.private)]
-            return self._group.member(companion).accounting(of_index, held)
-        counts = self._index.counts().device
-        held = [acquired.pages[acquired._owned] for acquired in self._open.values()]
-        held += [load.device_pages for load in self._copies.loading()]
-        outside = np.setdiff1d(np.concatenate([np.zeros(0, np.int64), *held]), of_index)
-        return Accounting(
-            available=self._device.available,
-            evictable=counts.evictable,
-            protected=counts.protected,
-            in_use=outside.size,
-            total=self._device.total,
-        )
 
     def acquire(self, tokens: IndexLike, namespace: Namespace = None, *, reach: int | None = None) -> Acquired:
         """Find the longest known prefix of a prompt that all pools can serve, and take pages for all of it.
@@ -225,7 +147,7 @@ class HiCacheController:
                     self._index.unlock(whole)
             fresh = self._levels.take(-(-prompt.size // self._page_size) - device_hit)
             pages = np.concatenate([on_device[:device_hit], fresh])
-            self._group.open(shares, pages, nodes.size, self._pages(reach, pages.size))
+            self._group.open(shares, pages, nodes.size, reach)
         except BaseException:
             self._device.release(fresh)
             for share in shares:
@@ -289,7 +211,7 @@ class HiCacheController:
         acquired._expect("extend", "acquired", "loaded")
         pages = np.concatenate([acquired._pages, self._levels.take(count)])
         try:
-            self._group.open(acquired._shares, pages, acquired._hit, pages.size)
+            self._group.open(acquired._shares, pages, acquired._hit)
         except BaseException:
             self._device.release(pages[pages.size - count :])
             raise
@@ -309,9 +231,7 @@ class HiCacheController:
             OutOfPages: Not enough pages; those behind the window may leave all the same.
         """
         acquired._expect("advance", "loaded")
-        total = acquired._pages.size
-        for share in acquired._shares:
-            share.advance(acquired._pages, min(computed // self._page_size, total), self._pages(reach, total))
+        self._group.advance(acquired._shares, acquired._pages, computed, reach)
 
     def snapshot(self, acquired: Acquired, tokens: int) -> bool:
         """Save the running states of a request, so that a later prompt can go on from here.
@@ -451,15 +371,7 @@ class HiCacheController:
         Raises:
             CacheError: There is no such companion.
         """
-        if companion is not None:
-            device = self._group.member(companion).device
-            return device.evict(pages - device.own.available)
-        before = self._levels.counts["evicted_device_pages"]
-        self._levels.make_room(pages)
-        return self._levels.counts["evicted_device_pages"] - before
-
-    def _pages(self, reach: int | None, most: int) -> int:
-        return most if reach is None else min(most, -(-max(0, reach) // self._page_size))
+        return self._levels.evict(pages) if companion is None else self._group.member(companion).evict(pages)
 
     def _release(self, acquired: Acquired) -> None:
         self._count[acquired.state] += 1
@@ -482,6 +394,6 @@ class HiCacheController:
 
     def _wait(self, acquired: Acquired, layer_id: int) -> None:
         self._group.wait(acquired._shares, acquired._pages, acquired._hit, layer_id)
-        if layer_id in self._layers or not self._group.holds(layer_id):
+        if not self._group.alone_holds(layer_id):
             for load in acquired._pending:
                 self._copies.wait_layer(load, layer_id)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from kv_planner import PrefixLock
 
-    from kv_pool.hicache._group import Group
     from kv_pool.hicache._member import Member
     from kv_pool.hicache.companion import Companion
     from kv_pool.hicache.storage.protocols import Pieces
@@ -134,9 +133,9 @@ class CompanionStorage:
         self._reads: list[CompanionPrefetch] = []
         self._counters = StorageCounters()
 
-    def attach(self, group: Group) -> None:
+    def attach(self, members: Sequence[Member]) -> None:
         """Say which companions are at work."""
-        self._members = {member.companion.name: member for member in group}
+        self._members = {member.companion.name: member for member in members}
 
     @property
     def counters(self) -> StorageCounters:

@@ -1,0 +1,111 @@
+"""Owns what a cache tells of itself: its parts, what it has done, what is under way, who holds the pages of each pool.
+
+It changes nothing (see `controller`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kv_pool.hicache._inflight import UnderWay
+from kv_pool.hicache.accounting import Accounting, CacheCounters
+
+if TYPE_CHECKING:
+    from kv_planner import PrefixIndex
+
+    from kv_pool.hicache._copies import Copies
+    from kv_pool.hicache._device import DevicePages
+    from kv_pool.hicache._group import Group
+    from kv_pool.hicache._levels import Levels
+    from kv_pool.hicache._parts import WritePolicy
+    from kv_pool.hicache.acquired import Acquired
+    from kv_pool.hicache.companion import Companion
+    from kv_pool.hicache.host_pool import HostPool
+    from kv_pool.hicache.movers import Mover
+    from kv_pool.hicache.storage import StorageTier
+
+__all__ = ["CacheReports"]
+
+
+class CacheReports:
+    """What `HiCacheController` is made of, to look at."""
+
+    _host: HostPool
+    _policy: WritePolicy
+    _mover: Mover
+    _index: PrefixIndex
+    _device: DevicePages
+    _copies: Copies
+    _group: Group
+    _levels: Levels
+    _storage: StorageTier | None
+    _open: dict[int, Acquired]
+    _count: dict[str, int]
+
+    @property
+    def policy(self) -> WritePolicy:
+        """When pages get their host copy."""
+        return self._policy
+
+    @property
+    def mover(self) -> Mover:
+        """What moves the bytes."""
+        return self._mover
+
+    @property
+    def host(self) -> HostPool:
+        """The host pool."""
+        return self._host
+
+    @property
+    def companions(self) -> tuple[Companion, ...]:
+        """The companions, in the order of construction."""
+        return tuple(member.companion for member in self._group)
+
+    @property
+    def counters(self) -> CacheCounters:
+        """What the cache has done so far."""
+        companions = {
+            "companion_loaded_pages": sum(member.loaded for member in self._group),
+            "companion_backed_up_pages": sum(member.backed_up for member in self._group),
+        }
+        return CacheCounters(**self._count | self._levels.counts | companions)
+
+    @property
+    def under_way(self) -> UnderWay:
+        """Pages of the cache's own pool that wait or travel between the levels at this moment."""
+        between = self._copies.under_way
+        return between if self._storage is None else replace(between, **self._storage.under_way)
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything is under way between the levels."""
+        return self._levels.pending
+
+    def accounting(self, companion: str | None = None) -> Accounting:
+        """Count who holds the device pages of the cache's own pool, or those of a companion.
+
+        Raises:
+            IntegrityError: The numbers do not add up to the pool.
+            CacheError: There is no such companion.
+        """
+        of_index = self._levels.of_index
+        if companion is not None:
+            shares = [share for handle in self._open.values() for share in handle._shares]
+            mine = [share for share in shares if share.member.companion.name == companion]
+            held = [pages for share in mine for pages in (share.device, share.private)]
+            return self._group.member(companion).accounting(of_index, held)
+        counts = self._index.counts().device
+        held = [acquired.pages[acquired._owned] for acquired in self._open.values()]
+        held += [load.device_pages for load in self._copies.loading()]
+        outside = np.setdiff1d(np.concatenate([np.zeros(0, np.int64), *held]), of_index)
+        return Accounting(
+            available=self._device.available,
+            evictable=counts.evictable,
+            protected=counts.protected,
+            in_use=outside.size,
+            total=self._device.total,
+        )
