@@ -201,6 +201,7 @@ class CacheBench:
         streams: Streams | None = None,
         limits: CopyLimits | None = None,
         pool: Pool | None = None,
+        poison: bool = True,
     ) -> None:
         self.size = layout.page_size
         kind = MlaPool if any(spec.component == "latent" for spec in layout.components) else MhaPool
@@ -208,7 +209,9 @@ class CacheBench:
         self.allocator = PageAllocator(self.pool.num_pages, self.size)
         self.host = HostPool(self.pool, pages=host_pages, layout=host_layout)
         self.index = PrefixIndex(self.size, device_pages=pages + 1, host_pages=host_pages + 1)
-        self.options: Any = {"policy": policy, "mover": mover, "streams": streams, "limits": limits}
+        self.options: Any = {
+            "policy": policy, "mover": mover, "streams": streams, "limits": limits, "poison": poison,
+        }  # fmt: skip
         self.attach(None)
         self.layers = sorted({layer for mirror in self.host.mirrors for layer in mirror.layer_ids})
 

@@ -20,7 +20,7 @@ from kv_pool.hicache import Acquired, Companion, HiCacheController, HostPool, Mi
 if TYPE_CHECKING:
     from kv_planner import Part
 
-__all__ = ["WINDOW", "GroupBench", "group_layout", "state_layouts", "window_pool"]
+__all__ = ["WINDOW", "GroupBench", "PageByPage", "group_layout", "state_layouts", "window_pool"]
 
 WINDOW = 6  # tokens: two pages of four
 
@@ -55,6 +55,14 @@ def window_pool(pages: int, device: str) -> MhaPool:
     """The layers that attend to a window, of other widths than the rest."""
     layout = group_layout({"target": (10, 11)}, dims=(4, 2), dtype="float32")
     return MhaPool(layout, size=4 * pages, device=device)
+
+
+class PageByPage:
+    """In place of a generator: companions get pages for the whole prompt, which is computed page by page, with a
+    snapshot after each."""
+
+    def integers(self, *bounds: int) -> int:
+        return bounds[0] if len(bounds) == 2 else bounds[0] - 1
 
 
 class GroupBench(CacheBench):
@@ -228,8 +236,9 @@ class GroupBench(CacheBench):
             seen = self.seen.setdefault(name, set())
             seen |= held
             free = sorted(seen - held)
-            for host in member.companion.hosts:
-                for layer in (layer for mirror in host.mirrors for layer in mirror.layers):
+            mirrors = [mirror for host in member.companion.hosts for mirror in host.mirrors]
+            for layer in (layer for mirror in mirrors for layer in mirror.layers):
+                if self.options["poison"]:
                     assert bool(layer[free].cpu().float().isnan().all())
             if not self.cache.pending:
                 assert member.host.own.held == member.host.named().size + self._held_host(name)

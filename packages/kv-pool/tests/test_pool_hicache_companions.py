@@ -14,7 +14,7 @@ from kv_pool.hicache._group import covered
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pool_group import GroupBench
+from pool_group import GroupBench, PageByPage
 
 Text = Callable[[int, int], list[int]]
 EACH = ["window", "draft", "states"]
@@ -29,16 +29,9 @@ def test_a_hit_is_served_when_its_last_pages_are_there(have: list[bool], trailin
 @pytest.mark.parametrize("kinds", [["window"], ["draft"], ["states"], EACH])
 def test_what_is_served_comes_back_from_device_and_host(kinds: list[str], text: Text) -> None:
     bench = GroupBench(kinds, seed=1)
-    bench.random = _Whole()  # type: ignore[assignment]
+    bench.random = PageByPage()  # type: ignore[assignment]
     bench.serve(text(1, 17))
     assert bench.serve(text(1, 19)) == (16, 0)
     bench.cache.evict(8)
     assert bench.serve(text(1, 19)) == (0, 16)
     assert bench.cache.counters.companion_loaded_pages > 0
-
-
-class _Whole:
-    """Always the whole prompt at once, page by page, every state saved."""
-
-    def integers(self, *bounds: int) -> int:
-        return bounds[0] if len(bounds) == 2 else bounds[0] - 1

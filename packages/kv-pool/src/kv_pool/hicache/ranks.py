@@ -27,23 +27,28 @@ _FREE = np.iinfo(np.int64).max  # a place of the vector that no request takes
 
 
 class HitAgreement:
-    """Hits of a tick as the minimum over all tensor-parallel ranks and pipeline stages.
+    """Hits of a tick as the deepest that all tensor-parallel ranks and pipeline stages can serve.
 
-    One reduction a tick, of one length, on every rank: also when nothing was acquired, and whatever was found.
+    One reduction a tick, of one length, on every rank: also when nothing was acquired, and whatever was found. Where
+    stages have companions (see `companion`), the least hit may be none that another stage can serve: then the ranks
+    reduce what they can serve below it, until nobody lowers it, which all of them see in the same reduction.
 
     Args:
         reduce_min: Element-wise minimum over all ranks; called with an int64 vector, returns one of the same length.
             A collective, e.g. over `torch.distributed`.
         width: Length of the vector: the most requests that a tick may acquire.
+        companions: Whether any rank or stage of the model has companions; the same on all of them. At least two
+            reductions a tick then.
 
     Raises:
         AgreementError: A width below 1.
     """
 
-    def __init__(self, reduce_min: ReduceMin, *, width: int) -> None:
+    def __init__(self, reduce_min: ReduceMin, *, width: int, companions: bool = False) -> None:
         consequence = "no request could be acquired"
         self._width = whole_number("width", width, least=1, error=AgreementError, consequence=consequence)
         self._reduce = reduce_min
+        self._companions = companions
 
     def minimum(self, hits: Sequence[int]) -> list[int]:
         """Return the least hit of each request over all ranks, in one reduction.
@@ -85,13 +90,20 @@ class HitAgreement:
         return [int(hit) for hit in least[: len(hits)]]
 
     def limit(self, cache: HiCacheController, acquired: Sequence[Acquired]) -> None:
-        """Lower each hit of a tick to what all ranks have found; call it once a tick, before `load`.
+        """Lower each hit of a tick to what all ranks can serve; call it once a tick, before `load`.
 
         Raises:
             AgreementError: See `minimum`.
+            HitError: This rank has companions and cannot serve the least hit, and the agreement was made without.
             OutOfPages: See `HiCacheController.limit`; the hits after that request are not lowered, abort them.
         """
-        for handle, hit in zip(acquired, self.minimum([handle.hit_tokens for handle in acquired]), strict=True):
+        hits = self.minimum([handle.hit_tokens for handle in acquired])
+        while self._companions:
+            least = self.minimum([handle.restorable(hit) for handle, hit in zip(acquired, hits, strict=True)])
+            if least == hits:
+                break
+            hits = least
+        for handle, hit in zip(acquired, hits, strict=True):
             if hit < handle.hit_tokens:
                 cache.limit(handle, hit)
 
