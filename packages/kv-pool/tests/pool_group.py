@@ -212,15 +212,18 @@ class GroupBench(CacheBench):
 
     def save_states(self, acquired: Acquired, text: Sequence[int]) -> None:
         """Bring the running rows to the end of a text, and save them if a page ends there."""
-        if "states" not in self.kinds:
-            return
+        if "states" in self.kinds:
+            self.write_states(acquired, text)
+            if len(text) % self.size == 0 and self.random.integers(4):
+                self.cache.snapshot(acquired, len(text))
+
+    def write_states(self, acquired: Acquired, text: Sequence[int]) -> None:
+        """Write the running rows of all states, as a model does on its way to the end of a text."""
         for layer in self.layers:
             for companion, kind, mirror, position in self.companion_mirrors(layer):
                 if companion.coverage == "snapshots":
                     content = self.state(kind, mirror, layer, acquired.namespace, text)
                     mirror.layers[position][acquired.row(companion.name)].copy_(content)
-        if len(text) % self.size == 0 and self.random.integers(4):
-            self.cache.snapshot(acquired, len(text))
 
     def check_books(self) -> None:
         """The books of each pool, and poison in its free pages."""
@@ -246,6 +249,6 @@ class GroupBench(CacheBench):
     def _held_host(self, name: str) -> int:
         """Host pages of which running requests are holders, and that no page names any more."""
         shares = [share for handle in self.cache._open.values() for share in handle._shares]
-        held = {page for share in shares if share.member.companion.name == name for page in share.host.tolist()}
+        held = {page for share in shares if share.member.companion.name == name for page in share.host[share.host > 0].tolist()}
         named = self.cache._group.member(name).host
         return len(held - set(named.find(named.named()).tolist()))

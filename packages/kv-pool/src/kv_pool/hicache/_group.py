@@ -141,7 +141,7 @@ class Group:
         shares = []
         for member, (near, far), held in zip(self._members, own, have, strict=True):
             share = Share(member, held[:depth])
-            share.keep(near[:depth][near[:depth] > 0], far[:depth][far[:depth] > 0])
+            share.keep(near[:depth], far[:depth])
             reading = share.needed(depth)
             for pages, found in ((member.device, device[reading]), (member.host, host[reading])):
                 used = found[pages.find(found) > 0]

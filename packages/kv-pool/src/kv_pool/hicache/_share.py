@@ -33,7 +33,7 @@ class Share:
         member: The companion at work.
         have: Which pages of the prefix that was found it has, on the device or on the host. Shape: [pages].
         device: Own device pages of which the request is a holder.
-        host: Own host pages of which the request is a holder, until they are loaded.
+        host: Own host page of each position, 0 for none; the request is a holder until they are loaded. Shape: [pages].
         ready: Own device pages that `load` will fill, by position.
         reached: Positions below this one have been given a page of their own.
         row: The running row of states; 0 for none.
@@ -63,10 +63,15 @@ class Share:
         return np.arange(0 if trailing is None else max(0, hit - trailing), hit)
 
     def keep(self, device: IntArray, host: IntArray) -> None:
-        """Keep pages that were found from leaving, until `close`."""
-        self.device, self.host = device, host
-        self.member.device.own.retain(device)
-        self.member.host.own.retain(host)
+        """Keep pages that were found from leaving, those on the host until they are loaded.
+
+        Args:
+            device: Own device page of each position, 0 for none. Shape: [pages].
+            host: Own host page of each, 0 for none. Shape: [pages].
+        """
+        self.device, self.host = device[device > 0], host
+        self.member.device.own.retain(self.device)
+        self.member.host.own.retain(host[host > 0])
 
     def open(self, lead: IntArray, hit: int, reach: int) -> None:
         """Take a page for each position from the hit to `reach`, and for each that `load` will fill; or a row.
@@ -84,7 +89,7 @@ class Share:
         fill = [position for position in wanted[self._bare(lead, wanted)].tolist() if position not in self.ready]
         own = np.arange(hit, max(reach, self.reached))
         own = own[self._bare(lead, own)]
-        taken = self.member.take(len(fill) + own.size)
+        taken = self._take(len(fill) + own.size, lead, hit)
         self.ready.update(zip(fill, taken.tolist(), strict=False))
         useless = [self.ready.pop(position) for position in list(self.ready) if position not in wanted]
         self.member.device.own.release(np.array(useless, dtype=np.int64))
@@ -131,8 +136,7 @@ class Share:
             self._keep_also(reading[~np.isin(reading, self.device)])
             kept = np.concatenate([reading, self.member.device.find(lead[hit : self.reached])])
             self._let_go(self.device[~np.isin(self.device, kept)])
-        self.member.host.own.release(self.host)
-        self.host = _none()
+        self._leave_host()
 
     def snapshot(self, lead_page: IntArray) -> bool:
         """Save the running row under a page of the cache; whether there was room."""
@@ -162,8 +166,8 @@ class Share:
         """Let go of everything."""
         own = self.member.device.own
         own.release(np.concatenate([self.device, self.private]))
-        self.member.host.own.release(self.host)
-        self.device, self.host, self.ready, self.row = _none(), _none(), {}, 0
+        self._leave_host()
+        self.device, self.ready, self.row = _none(), {}, 0
 
     def _load_row(self, lead: IntArray, hit: int, nodes: IntArray, lead_host: IntArray) -> None:
         """Bring the running row to the state at the end of the hit."""
@@ -177,6 +181,22 @@ class Share:
             row = np.array([self.row])
             self.member.load(row, self.member.on_host(lead_host[hit - 1 : hit]), nodes[hit - 1 : hit])
         self._let_go(self.device)
+
+    def _take(self, count: int, lead: IntArray, hit: int) -> IntArray:
+        """Take pages; if there are too few, what only a lower hit would read may leave, and such hits with it."""
+        try:
+            return self.member.take(count)
+        except OutOfPages:
+            if not self.host.size:  # nothing was found, or it is loaded
+                raise
+            outside = np.setdiff1d(np.arange(hit), self.needed(hit))
+            self.have[outside] &= self.host[outside] > 0
+            self._let_go(self.member.device.find(lead[outside]))
+            return self.member.take(count)
+
+    def _leave_host(self) -> None:
+        self.member.host.own.release(self.host[self.host > 0])
+        self.host = _none()
 
     def _bare(self, lead: IntArray, positions: IntArray) -> npt.NDArray[np.bool_]:
         bare: npt.NDArray[np.bool_] = self.member.device.find(lead[positions]) == 0
