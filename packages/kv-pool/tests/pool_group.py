@@ -249,6 +249,11 @@ class GroupBench(CacheBench):
     def _held_host(self, name: str) -> int:
         """Host pages of which running requests are holders, and that no page names any more."""
         shares = [share for handle in self.cache._open.values() for share in handle._shares]
-        held = {page for share in shares if share.member.companion.name == name for page in share.host[share.host > 0].tolist()}
+        held = {
+            page
+            for share in shares
+            if share.member.companion.name == name
+            for page in share.host[share.host > 0].tolist()
+        }
         named = self.cache._group.member(name).host
         return len(held - set(named.find(named.named()).tolist()))
