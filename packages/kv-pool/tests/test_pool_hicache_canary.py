@@ -84,12 +84,50 @@ def test_a_changed_host_page_is_refused_and_computed_again(make_cache: Callable[
         bench.cache.load(acquired)
     assert (caught.value.position, caught.value.tokens, acquired.state) == (3, (2,), "acquired")
     bench.check_books()
+    assert bench.cache.counters.refused_host_pages == 3  # it and two behind it
+    found = bench.index.match(text(1, 26))
+    assert (found.tokens, found.host_tokens) == (12, 12), "nobody finds it any more"
+    with pytest.raises(CanaryMismatch):
+        bench.cache.load(acquired)  # the handle knows it still
+    assert bench.cache.counters.refused_host_pages == 3
     bench.cache.limit(acquired, acquired.device_hit_tokens + 4 * caught.value.position)
     bench.cache.finish(acquired, bench.run(acquired))  # checks the bytes of the hit that is left
     assert acquired.host_hit_tokens == 12
     bench.cache.drain()
     bench.check_books()
+    assert bench.host.allocator.held == bench.index.counts().host.held == 6 + 3  # three wait for the next eviction
+    assert bench.index.counts().locks == 0
     assert bench.serve(text(1, 26))[0] == 24  # and what was computed is found on the device
+    bench.cache.drain()
+    bench.cache.evict(8)
+    assert bench.serve(text(1, 26)) == (0, 24)  # and was backed up again
+    assert bench.index.evict_host(3).pages.size == 3
+
+
+def test_others_who_found_a_refused_page_are_refused_too(make_cache: Callable[..., Any], text: Text) -> None:
+    """A request that branches off behind the page, one that ends before it, and one that is on the device."""
+    bench = with_canary(make_cache(pages=40, host_pages=40))
+    for tokens in (text(1, 26), [*text(1, 20), *text(2, 9)]):
+        bench.serve(tokens)
+    bench.cache.drain()
+    bench.cache.evict(40)
+    running = [bench.cache.acquire(tokens) for tokens in (text(1, 26), [*text(1, 20), *text(2, 9)], text(1, 9))]
+    bench.host.mirrors[0].host[int(running[0]._host_pages[3]), 1, 0, 0, 0] += 1
+    for acquired in running[:2]:
+        with pytest.raises(CanaryMismatch) as caught:
+            bench.cache.load(acquired)
+        assert caught.value.position == 3
+        bench.cache.limit(acquired, 12)
+    for acquired, tokens in zip(running, (text(1, 26), [*text(1, 20), *text(2, 9)], text(1, 9)), strict=True):
+        bench.cache.finish(acquired, bench.run(acquired, tokens))
+        bench.check_books()
+    bench.cache.drain()
+    assert bench.cache.counters.refused_host_pages == 3 + 2 and bench.index.counts().locks == 0
+    bench.cache.evict(40)
+    assert bench.serve(text(1, 26)) == (0, 24)
+    bench.cache.drain()
+    held = bench.index.counts().host
+    assert (held.held, held.protected) == (bench.host.allocator.held, 0)
 
 
 def test_checksums_travel_with_the_pages(make_cache: Callable[..., Any], text: Text, tmp_path: Path) -> None:
@@ -128,6 +166,11 @@ def test_checksums_travel_with_the_pages(make_cache: Callable[..., Any], text: T
                 again.cache.load(acquired)
             assert caught.value.position == 2 and len(caught.value.tokens) == 1
             again.cache.abort(acquired)
+            again.cache.drain()
+            assert again.tier.counters.damaged_pages == 1
+            assert again.cache.prefetch(text(1, 26)).state == "reading"
+            again.cache.drain()
+            assert again.tier.counters.read_pages == 6  # the store has lost it, so the others behind it are not read
         else:
             again.cache.finish(acquired, again.run(acquired))
         again.check_books()

@@ -294,3 +294,127 @@ def test_a_prefetch_that_overtakes_a_backup_leaves_one_copy(make: Callable[..., 
     again.check_books()
     again.cache.evict(8)
     assert again.serve(text(1, 9)) == (0, 8)
+
+
+class Counting(Slow):
+    """A store that notes the size of each write, and cannot remove."""
+
+    def __init__(self, inner: FileStorage) -> None:
+        super().__init__(inner)
+        self.written: list[int] = []
+
+    def write(self, keys: Sequence[str], pages: Sequence[Any]) -> int:
+        self.written.append(len(keys))
+        return super().write(keys, pages)
+
+
+def test_writes_wait_within_a_limit_and_go_together(make: Callable[..., Any], text: Text, tmp_path: Path) -> None:
+    store = Counting(FileStorage(tmp_path / "pages", capacity_bytes=10**8))
+    bench = make(store, tier={"threads": 2, "batch": 4, "write_limit": 6}, pages=20, host_pages=40)
+    lengths = {1: 9, 2: 9, 3: 9, 4: 9, 5: 29}
+    for name, length in lengths.items():
+        bench.serve(text(name, length))
+        bench.cache._copies.drain()
+        under_way = bench.cache.under_way
+        assert under_way.writes <= 6 and under_way.writes + under_way.queued_writes == bench.index.counts().host.held
+    assert bench.cache.under_way.writes == 6 and bench.cache.under_way.queued_writes == 9
+    assert bench.index.counts().host.protected == 15  # what waits is nobody's to evict
+    store.go.set()
+    bench.cache.drain()
+    assert sum(store.written) == 15
+    assert max(store.written) <= 4 and len(store.written) < 7  # 2, 2, 2 at once; then merged where two fit in a batch
+    counters = bench.tier.counters
+    assert (counters.written_pages, counters.unwritten_pages) == (15, 0) and not bench.cache.pending
+    again = make(pages=20, host_pages=40)
+    for name, length in lengths.items():
+        again.cache.prefetch(text(name, length))
+        again.cache.drain()
+        assert again.serve(text(name, length)) == (0, length - 1)
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_a_slow_store_never_stops_the_cache(make: Callable[..., Any], text: Text, tmp_path: Path, policy: Any) -> None:
+    """One page at a time, and pools that are far too small: everything is written or counted, and it ends."""
+    store = Counting(FileStorage(tmp_path / "pages", capacity_bytes=10**8))
+    store.go.set()
+    bench = make(store, tier={"threads": 1, "batch": 1, "write_limit": 1}, pages=6, host_pages=5, policy=policy)
+    for name in (*range(5), *range(5), *range(5)):
+        bench.serve(text(name, 21))
+        bench.check_books()
+    bench.cache.evict(6)
+    bench.cache.drain()
+    counters, stored = bench.cache.counters, bench.tier.counters
+    assert stored.unwritten_pages == stored.failures == 0 < stored.written_pages
+    assert stored.written_pages == sum(store.written) == counters.backed_up_pages
+    assert bench.index.counts().locks == 0 and not any(store.written.count(size) for size in range(2, 9))
+
+
+def spoiled(bench: Any, name: int, place: int, text: Text, folder: Path) -> Path:
+    """The file of a page, of which a byte was changed."""
+    key = page_keys(StorageIdentity.of(bench.host).digest, text(name, 26), 4)[place]
+    path = folder / "pages" / key[:2] / key
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    return path
+
+
+class Keeping(Counting):
+    """A store that cannot remove, not even by itself."""
+
+    def read(self, keys: Sequence[str], pages: Sequence[Any]) -> int:
+        names = [self.inner.root / key[:2] / key for key in keys]
+        content = {path: path.read_bytes() for path in names if path.exists()}
+        try:
+            return super().read(keys, pages)
+        finally:
+            for path, held in content.items():
+                path.write_bytes(held)
+
+
+def test_a_damaged_page_is_not_asked_for_again_and_again(make: Callable[..., Any], text: Text, tmp_path: Path) -> None:
+    bench = make()
+    bench.serve(text(1, 26))
+    bench.cache.drain()
+    path = spoiled(bench, 1, 3, text, tmp_path)
+    store = Keeping(FileStorage(tmp_path / "pages", capacity_bytes=10**8))
+    store.go.set()
+    again = make(store)
+    prefetch = again.cache.prefetch(text(1, 26))
+    again.cache.drain()
+    counters = again.tier.counters
+    assert (prefetch.pages, counters.damaged_pages, counters.forgotten_pages) == (3, 1, 1) and path.exists()
+    calls = len(store.calls)
+    assert again.cache.prefetch(text(1, 26)).state == "below_threshold"  # nothing before the page is missing
+    assert again.serve(text(1, 26)) == (0, 12) and len(store.calls) == calls
+    other = make()  # a store that can remove
+    other.cache.prefetch(text(1, 26))
+    other.cache.drain()
+    assert (other.tier.counters.damaged_pages, other.tier.counters.forgotten_pages) == (1, 0) and not path.exists()
+    other.serve(text(1, 26))
+    other.cache.drain()
+    assert path.exists()  # computed again, and kept again
+    last = make()
+    assert last.cache.prefetch(text(1, 26)).state == "reading"
+    last.cache.drain()
+    assert last.serve(text(1, 26)) == (0, 24)
+
+
+def test_a_page_that_cannot_be_removed_is_forgotten(
+    make: Callable[..., Any], text: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make()
+    bench.serve(text(1, 26))
+    bench.cache.drain()
+    path = spoiled(bench, 1, 0, text, tmp_path)
+
+    def denied(path: Path) -> None:
+        raise PermissionError(13, "denied")
+
+    monkeypatch.setattr(Path, "unlink", denied)
+    again = make()
+    again.cache.prefetch(text(1, 26))
+    again.cache.drain()
+    counters = again.tier.counters
+    assert (counters.damaged_pages, counters.forgotten_pages, counters.failures) == (1, 1, 1) and path.exists()
+    assert again.cache.prefetch(text(1, 26)).state == "below_threshold"

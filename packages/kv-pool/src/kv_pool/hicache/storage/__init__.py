@@ -12,10 +12,11 @@ from importlib.metadata import entry_points
 from typing import Any, cast
 
 from kv_pool.errors import StorageError
+from kv_pool.hicache.storage._work import Prefetch, StorageCounters
 from kv_pool.hicache.storage.files import FileStorage
 from kv_pool.hicache.storage.identity import StorageIdentity, page_keys
 from kv_pool.hicache.storage.protocols import Closes, PageStorage, RegistersMemory, Removes
-from kv_pool.hicache.storage.tier import Prefetch, StorageCounters, StorageTier
+from kv_pool.hicache.storage.tier import StorageTier
 
 __all__ = [
     "Closes",

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import itertools
 import os
+import stat
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,6 +26,7 @@ __all__ = ["FileStorage"]
 
 _MOST_PIECES = 1000  # buffers in one call of the kernel
 _KEY = frozenset("0123456789abcdef")
+_OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # no link leads elsewhere, no pipe keeps a reader waiting
 
 
 class FileStorage:
@@ -33,7 +35,8 @@ class FileStorage:
     Invariants:
 
     1. a file under a page's name is whole: it gets that name when all of its bytes are written;
-    2. a page that was read has the length and checksum with which it was written; a damaged file is removed;
+    2. a page that was read has the length and checksum with which it was written; a damaged file is removed, and so is
+       what is no file; what has no page's name is neither read, counted nor removed;
     3. what a killed process left unfinished is removed when the folder is opened next, never what a living one writes.
 
     Args:
@@ -80,7 +83,7 @@ class FileStorage:
     def exists(self, keys: Sequence[str]) -> int:
         """See `PageStorage.exists`."""
         for number, key in enumerate(keys):
-            if not self._path(key).exists():
+            if not _is_page(self._path(key)):
                 return number
         return len(keys)
 
@@ -88,43 +91,77 @@ class FileStorage:
         """See `PageStorage.read`."""
         for number, (key, pieces) in enumerate(zip(keys, pages, strict=True)):
             path = self._path(key)
-            try:
-                file = os.open(path, os.O_RDONLY)
-            except FileNotFoundError:
+            wrong = self._read_one(path, key, pieces)
+            if wrong is None:
                 return number
-            except OSError as error:
-                raise StorageError(str(path), given=error, **_READ) from error
-            try:
-                wrong = _fill(file, key, pieces)
-                if wrong is None:
-                    os.utime(file)
-            except OSError as error:
-                wrong = str(error)
-            finally:
-                os.close(file)
-            if wrong is not None:
-                self._remove(path)
+            if wrong:
+                stays = self._discard(path)
                 damaged = StorageDamaged(
                     str(path),
                     given=wrong,
                     expected=f"{sum(piece.size for piece in pieces)} bytes as they were written under this key",
-                    consequence="attention would read foreign bytes; the file was removed",
+                    consequence=f"attention would read foreign bytes; {stays or 'the page was removed'}",
                     remedy="compute the page again; check the disk if this repeats",
                 )
                 damaged.pages_read = number
                 raise damaged
         return len(keys)
 
+    def remove(self, keys: Sequence[str]) -> None:
+        """See `Removes.remove`."""
+        for key in keys:
+            path = self._path(key)
+            stays = self._discard(path)
+            if stays is not None:
+                raise StorageError(str(path), given=stays, **_REMOVE) from stays
+
+    def _read_one(self, path: Path, key: str, pieces: Pieces) -> str | None:
+        """Fill one page; returns what is wrong with it in words, none if it is whole, `None` if it is not there."""
+        try:
+            file = os.open(path, _OPEN)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):
+                return "no regular file"
+            raise StorageError(str(path), given=error, **_READ) from error
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                return "no regular file"
+            wrong = _fill(file, key, pieces)
+            if wrong is None:
+                with suppress(PermissionError):  # another user's file: its time of last use stays as it is
+                    os.utime(file)
+        except OSError as error:
+            wrong = str(error)
+        finally:
+            os.close(file)
+        return wrong or ""
+
+    def _discard(self, path: Path) -> OSError | None:
+        """Remove what lies under a page's name, a folder too if it is empty; returns what stands against it."""
+        try:
+            found = os.lstat(path)
+            (path.rmdir if stat.S_ISDIR(found.st_mode) else path.unlink)()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            return error
+        if stat.S_ISREG(found.st_mode):
+            with self._lock:
+                self._used = max(0, self._used - found.st_size)
+        return None
+
     def write(self, keys: Sequence[str], pages: Sequence[Pieces]) -> int:
         """See `PageStorage.write`; a key that is there stays as it is, and writing ends where there is no room."""
         for number, (key, pieces) in enumerate(zip(keys, pages, strict=True)):
             path = self._path(key)
-            if path.exists():
+            if _is_page(path):
                 continue
             size = HEADER_BYTES + sum(piece.size for piece in pieces)
-            if not self._make_room(size):
-                return number
             try:
+                if not self._make_room(size):
+                    return number
                 self._write_one(path, key, pieces)
             except OSError as error:
                 raise StorageError(str(path), given=error, **_WRITE) from error
@@ -168,7 +205,7 @@ class FileStorage:
             os.close(file)
 
     def _path(self, key: str) -> Path:
-        if len(key) != 64 or not _KEY.issuperset(key):
+        if not _is_key(key):
             raise StorageError(
                 "key",
                 given=key,
@@ -201,23 +238,27 @@ class FileStorage:
     def _stored(self) -> Iterator[tuple[float, int, Path]]:
         """Time of last use, size and path of every page."""
         for folder in os.scandir(self._root):
-            if len(folder.name) != 2 or not folder.is_dir():
+            if len(folder.name) != 2 or not folder.is_dir(follow_symlinks=False):
                 continue
             for entry in os.scandir(folder.path):
+                if not _is_key(entry.name) or entry.name[:2] != folder.name:
+                    continue  # somebody else's: neither counted nor removed
                 with suppress(FileNotFoundError):
-                    found = entry.stat()
-                    yield found.st_mtime, found.st_size, Path(entry.path)
+                    found = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(found.st_mode):
+                        yield found.st_mtime, found.st_size, Path(entry.path)
 
     def _remove_leftovers(self) -> None:
         """Remove unfinished files of processes that are gone; those of living ones are locked."""
         for path in self._root.glob(".part-*"):
             try:
-                file = os.open(path, os.O_RDONLY)
-            except FileNotFoundError:
-                continue
+                file = os.open(path, _OPEN)
+            except OSError:
+                continue  # gone, or another user's, or no file
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._remove(path)
+                if stat.S_ISREG(os.fstat(file).st_mode):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    self._remove(path)
             except BlockingIOError:
                 continue
             finally:
@@ -236,6 +277,18 @@ class FileStorage:
             yield
         finally:
             os.close(file)
+
+
+def _is_key(name: str) -> bool:
+    return len(name) == 64 and _KEY.issuperset(name)
+
+
+def _is_page(path: Path) -> bool:
+    """Whether a file has a page's name; a link, a pipe or a folder is no page."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _fill(file: int, key: str, pieces: Pieces) -> str | None:
@@ -284,6 +337,11 @@ def _sync_folder(path: Path) -> None:
 
 
 _READ = {"expected": "a file that can be read", "consequence": "its pages are not there", "remedy": "check the folder"}
+_REMOVE = {
+    "expected": "permission to remove a page that is not what was written",
+    "consequence": "it would be read and refused again and again",
+    "remedy": "remove it by hand",
+}
 _WRITE = {
     "expected": "room and permission",
     "consequence": "the page was not kept",

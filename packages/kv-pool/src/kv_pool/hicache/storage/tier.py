@@ -8,133 +8,33 @@ pages get a host copy (see `controller`).
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, replace
-from threading import Event
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from kv_pool.errors import HostPoolError, StorageDamaged, StorageError
 from kv_pool.hicache.ranks import owner_rank
+from kv_pool.hicache.storage._work import Inline, Prefetch, Read, StorageCounters, Write, Writing
 from kv_pool.hicache.storage.identity import StorageIdentity, page_keys
 from kv_pool.hicache.storage.protocols import PageStorage, RegistersMemory, Removes
 from kv_pool.tables import IndexLike, IntArray, as_index_array
 
 if TYPE_CHECKING:
-    from kv_planner import PrefixIndex, PrefixLock
+    from kv_planner import PrefixIndex
 
     from kv_pool.hicache.acquired import Namespace
     from kv_pool.hicache.canary import Canary
     from kv_pool.hicache.host_pool import HostPool
     from kv_pool.hicache.storage.protocols import Pieces
 
-__all__ = ["Prefetch", "StorageCounters", "StorageTier", "take_host_pages"]
+__all__ = ["StorageTier", "take_host_pages"]
 
 _MOST_FORGOTTEN = 65536  # keys; the oldest is asked for again when there are more
-PrefetchState: TypeAlias = Literal["below_threshold", "reading", "done", "cancelled"]
-
-
-@dataclass(frozen=True)
-class StorageCounters:
-    """What a tier has done.
-
-    Attributes:
-        written_pages: Pages that the store has kept, or had already.
-        unwritten_pages: Pages for which it had no room, or which failed.
-        read_pages: Pages that came back whole.
-        wasted_pages: Of these, pages that were on the host meanwhile, or whose prefix had left.
-        damaged_pages: Pages that were refused, by the store or by the canary.
-        forgotten_pages: Of these, pages that are not asked for again, because the store could not remove them.
-        failures: Calls that the store ended with another error.
-    """
-
-    written_pages: int = 0
-    unwritten_pages: int = 0
-    read_pages: int = 0
-    wasted_pages: int = 0
-    damaged_pages: int = 0
-    forgotten_pages: int = 0
-    failures: int = 0
-
-
-class Prefetch:
-    """Pages of a text on their way from the store to the host.
-
-    Attributes:
-        state: `reading` until its end was seen by `poll`; `below_threshold` if too little was missing to ask.
-        pages: Pages that it has brought into the index.
-    """
-
-    def __init__(self, tokens: IntArray, namespace: Namespace, state: PrefetchState) -> None:
-        self.state: PrefetchState = state
-        self.pages = 0
-        self._tokens = tokens
-        self._namespace = namespace
-        self._stop = Event()
-        self._wanted: IntArray = np.zeros(0, dtype=np.int64)  # positions in the text that are read
-        self._host_pages: IntArray = np.zeros(0, dtype=np.int64)
-        self._lock: PrefixLock | None = None
-        self._work: Future[_Read] | None = None
-
-    @property
-    def tokens(self) -> IntArray:
-        """The text. Shape: [tokens]."""
-        return self._tokens
-
-    @property
-    def namespace(self) -> Namespace:
-        """Where it is looked up."""
-        return self._namespace
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether `cancel` was called."""
-        return self._stop.is_set()
-
-    def cancel(self) -> None:
-        """Stop after the batch that is under way; what was read whole until then is kept. Ends with the next `poll`."""
-        self._stop.set()
-
-
-@dataclass(frozen=True)
-class _Read:
-    pages: int
-    damaged: str | None = None
-    failed: int = 0
-
-
-@dataclass(frozen=True)
-class _Write:
-    """Pages of one text that wait to be written."""
-
-    keys: list[str]
-    host_pages: IntArray
-    lock: PrefixLock
-
-
-@dataclass(frozen=True)
-class _Writing:
-    """Pages that the store is writing, and their locks."""
-
-    locks: list[PrefixLock]
-    pages: int
-    work: Future[int]
-
-
-class _Inline(Executor):
-    """Does the work in the call that submits it."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        try:
-            done.set_result(fn(*args, **kwargs))
-        except Exception as error:
-            done.set_exception(error)  # raised where the result is taken
-        return done
 
 
 class StorageTier:
@@ -195,15 +95,15 @@ class StorageTier:
         self._write_limit = write_limit
         self._rank, self._ranks = share
         self._digest = StorageIdentity.of(host, salt=salt, canary=canary is not None).digest
-        self._threads: Executor = ThreadPoolExecutor(threads, "kv-pool-storage") if threads else _Inline()
+        self._threads: Executor = ThreadPoolExecutor(threads, "kv-pool-storage") if threads else Inline()
         self._bytes = [mirror.host.flatten(1).view(torch.uint8).numpy() for mirror in host.mirrors]
         self._canary = canary
         if canary is not None:
             self._bytes.append(canary.rows)
         if isinstance(storage, RegistersMemory):
             storage.register([rows.reshape(-1) for rows in self._bytes])
-        self._queue: deque[_Write] = deque()
-        self._writes: deque[_Writing] = deque()
+        self._queue: deque[Write] = deque()
+        self._writes: deque[Writing] = deque()
         self._reads: list[Prefetch] = []
         self._removals: deque[tuple[str, Future[None]]] = deque()
         self._forgotten: OrderedDict[str, None] = OrderedDict()
@@ -289,7 +189,7 @@ class StorageTier:
             for start in range(0, len(places), self._batch):
                 chosen = places[start : start + self._batch]
                 lock = self._index.lock(found.nodes[chosen])
-                self._queue.append(_Write([keys[place] for place in chosen], found.host_pages[chosen], lock))
+                self._queue.append(Write([keys[place] for place in chosen], found.host_pages[chosen], lock))
             left = left[~np.isin(left, [*found.nodes[here].tolist(), int(left[-1])])]
         self._submit_writes()
 
@@ -389,7 +289,7 @@ class StorageTier:
             keys = [key for write in merged for key in write.keys]
             pages = [self._pieces(page) for write in merged for page in write.host_pages.tolist()]
             work = self._threads.submit(self._storage.write, keys, pages)
-            self._writes.append(_Writing([write.lock for write in merged], count, work))
+            self._writes.append(Writing([write.lock for write in merged], count, work))
             room -= count
 
     def _remove(self, key: str) -> None:
@@ -412,7 +312,7 @@ class StorageTier:
             self._counters = replace(self._counters, failures=self._counters.failures + 1)
             self._ignore(key)
 
-    def _read(self, prefetch: Prefetch, keys: Sequence[str], host_pages: IntArray) -> _Read:
+    def _read(self, prefetch: Prefetch, keys: Sequence[str], host_pages: IntArray) -> Read:
         done = 0
         while done < len(keys) and not prefetch._stop.is_set():
             batch = slice(done, done + self._batch)
@@ -420,15 +320,15 @@ class StorageTier:
             try:
                 got = self._storage.read(keys[batch], pages)
             except StorageDamaged as error:
-                return _Read(done + error.pages_read, damaged=keys[done + error.pages_read])
+                return Read(done + error.pages_read, damaged=keys[done + error.pages_read])
             except StorageError:
-                return _Read(done, failed=1)
+                return Read(done, failed=1)
             done += got
             if got < len(pages):
                 break
-        return _Read(done)
+        return Read(done)
 
-    def _count_write(self, write: _Writing) -> None:
+    def _count_write(self, write: Writing) -> None:
         try:
             kept = write.work.result()
             failed = 0
@@ -448,7 +348,7 @@ class StorageTier:
         mine = prefetch._host_pages
         prefetch._host_pages = mine[:0]
         taken = mine[:0]
-        read = _Read(0)
+        read = Read(0)
         try:
             read = prefetch._work.result()
             pages = np.full(prefetch._tokens.size // self._host.page_size, -1, dtype=np.int64)

@@ -219,6 +219,13 @@ class MooncakeStorage:
                 raise self._failed("write", keys[number], code)
         return len(codes)
 
+    def remove(self, keys: Sequence[str]) -> None:
+        """See `Removes.remove`."""
+        for key in keys:
+            code = self._library.remove(key, True)
+            if code not in (0, _ABSENT):
+                raise self._failed("remove", key, code)
+
     def close(self) -> None:
         """Leave the store; what this process lent to it is gone for the others. A second call does nothing."""
         if not self._closed:
