@@ -5,12 +5,15 @@ Started by `test_pool_storage_mooncake.py` inside a loopback-only namespace wher
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,12 +37,13 @@ def free_port() -> int:
 
 
 @contextmanager
-def master() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def master(**options: int) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A master on loopback; its address, and the process."""
     program = shutil.which("mooncake_master", path=str(Path(sys.executable).parent)) or "mooncake_master"
     ports = free_port(), free_port()
     command = [program, f"--rpc_port={ports[0]}", "--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
     command += [f"--metrics_port={ports[1]}", f"--default_kv_lease_ttl={int(LEASE * 1000)}"]
+    command += [f"--{name}={value}" for name, value in options.items()]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 30
@@ -54,6 +58,40 @@ def master() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     finally:
         process.kill()
         process.wait()
+
+
+@contextmanager
+def lenders(address: str, count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that lend 32 MiB each, and do nothing else."""
+    program = "import sys, pool_mooncake_checks as c; s = c.connect(sys.argv[1], segment_bytes=32 * c.MIB)\n"
+    program += "print('lent', flush=True); sys.stdin.read()"
+    search = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    command, environment = [sys.executable, "-c", program, address], {**os.environ, "PYTHONPATH": search}
+    running = [subprocess.Popen(command, env=environment, **pipes) for _ in range(count)]
+    try:
+        for process in running:
+            assert process.stdout is not None and process.stdout.readline() == b"lent\n"
+        yield running
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Stop a process as a debugger does, and see that it is stopped."""
+    process.send_signal(signal.SIGSTOP)
+    while b"\nState:\tT" not in Path(f"/proc/{process.pid}/status").read_bytes():
+        time.sleep(0.01)
+
+
+def until(done: Callable[[], bool], what: str) -> None:
+    """Ask again and again, for half a minute at the most."""
+    deadline = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.2)
 
 
 def connect(address: str, **options: Any) -> MooncakeStorage:
@@ -152,6 +190,69 @@ def a_dead_master_is_an_error() -> None:
         storage.close()
 
 
+def a_host_that_lends_memory_dies() -> None:
+    """Its pages are errors, then misses; those of the other stay, bit for bit; the store takes pages as before."""
+    with master(client_ttl=4) as (address, _), lenders(address, 2) as hosts:
+        storage = connect(address, segment_bytes=0)
+        pages = [page(seed, 4 * MIB - 300, 300) for seed in range(10)]  # more than one host lends
+        keys = PAGES[: len(pages)]
+        until(lambda: storage.write(keys, pages) == len(pages), "both hosts lend")
+        assert storage.read(keys, rooms(pages)) == len(pages)
+        hosts[0].kill()
+        hosts[0].wait()
+        lost, kept, errors = [], [], 0
+        for key, wanted in zip(keys, pages, strict=True):
+            got = rooms([wanted])
+            try:
+                found = storage.read([key], got)
+                assert not found or same(got, [wanted])
+                (kept if found else lost).append(key)
+            except StorageDamaged:
+                raise
+            except StorageError as error:
+                assert "host that lends the memory is gone" in str(error)
+                errors += 1
+                lost.append(key)
+        assert lost and kept and errors
+        until(lambda: storage.exists(lost[:1]) == 0, "the master forgets a host")
+        for number, key in enumerate(keys):
+            got = rooms([pages[number]])
+            assert storage.read([key], got) == (key in kept) and (key in lost or same(got, [pages[number]]))
+        assert storage.write(lost[:1], [pages[keys.index(lost[0])]]) == 1 == storage.exists(lost[:1])
+        storage.close()
+
+
+def a_paused_master_is_an_error_in_time() -> None:
+    """Every call raises, a new store too; the process goes on meanwhile, and so does the store afterwards."""
+    one, two = [page(1, 5000)], [page(1, 5000, 100)]
+    with master() as (address, process):
+        storage = connect(address, timeout_s=1)
+        assert storage.write(PAGES[:1], one) == 1
+        stop(process)
+        calls: list[Callable[[], object]] = [
+            lambda: storage.exists(PAGES[:1]), lambda: storage.read(PAGES[:1], rooms(one)),
+            lambda: storage.read(PAGES[1:2], rooms(two)), lambda: storage.write(PAGES[1:2], two),
+            lambda: storage.remove(PAGES[:1]),
+        ]  # fmt: skip
+        for call in calls:
+            began, turns = time.monotonic(), 0
+            with ThreadPoolExecutor(1) as other:
+                work = other.submit(refused, StorageError, "not answered in time", call)
+                while not work.done():
+                    turns += 1
+                    time.sleep(0.05)
+                work.result()
+            assert turns > 5 and time.monotonic() - began < 20  # Python went on
+        refused(StorageError, "a master that answers", lambda: connect(address, timeout_s=1))
+        refused(StorageError, "more than 0", lambda: connect(address, timeout_s=0))
+        process.send_signal(signal.SIGCONT)
+        until(lambda: storage.write(PAGES[2:3], two) == 1, "the store serves again")
+        got = rooms(two)
+        assert storage.read(PAGES[2:3], got) == 1 and same(got, two)
+        storage.close()
+        assert not {"MC_RPC_TIMEOUT_MS", "MC_RPC_CONNECT_TIMEOUT_MS"} & set(os.environ)
+
+
 def a_cache_is_served_from_it() -> None:
     """A second cache, with nothing but the store, finds every page of the first, bit for bit."""
     shared: Any = {"layer_ids": range(3), "dtype": "float16", "total_heads": 2}
@@ -159,7 +260,7 @@ def a_cache_is_served_from_it() -> None:
     layout = ModelLayout(specs, page_size=4, fingerprint="mooncake")
     prompt, computed = list(range(41)), np.random.default_rng(7).integers(1, 99, (3, 10, 4)).astype(np.float16)
     with master() as (address, process):
-        stores = [connect(address, segment_bytes=size) for size in (64 * MIB, 0)]
+        stores = [connect(address, segment_bytes=size, timeout_s=2) for size in (64 * MIB, 0)]
         for turn, storage in enumerate(stores):
             pool = MhaPool(layout, size=48, device="cpu")
             host = HostPool(pool, pages=24)
@@ -184,18 +285,36 @@ def a_cache_is_served_from_it() -> None:
             cache.finish(plan, prompt)
             cache.drain()
             assert (tier.counters.written_pages, tier.counters.read_pages) == ((10, 0), (0, 10))[turn]
+        stop(process)
+        others = list(range(100, 141))
+        lost = cache.prefetch(others)
+        plan = cache.acquire(others)  # nothing of it waits for the store
+        cache.load(plan)
+        cache.finish(plan, others)
+        assert lost.state == "reading" and tier.pending
+        cache.drain()
+        assert (lost.pages, tier.counters.failures, tier.counters.unwritten_pages) == (0, 5, 10)
+        assert host.allocator.held == 20 and not cache.pending
+        process.send_signal(signal.SIGCONT)
         process.kill()
         process.wait()
-        lost = cache.prefetch(list(range(100, 140)))
+        lost = cache.prefetch(list(range(200, 240)))
         cache.drain()
-        assert (lost.pages, tier.counters.failures, host.allocator.held) == (0, 1, 10)
+        assert (lost.pages, tier.counters.failures) == (0, 6)
         for storage in stores:
             storage.close()
 
 
 SCENARIOS: dict[str, Callable[[], None]] = {
     work.__name__: work
-    for work in (pages_come_back, no_room_while_pages_are_leased, a_dead_master_is_an_error, a_cache_is_served_from_it)
+    for work in (
+        pages_come_back,
+        no_room_while_pages_are_leased,
+        a_dead_master_is_an_error,
+        a_paused_master_is_an_error_in_time,
+        a_host_that_lends_memory_dies,
+        a_cache_is_served_from_it,
+    )
 }
 
 if __name__ == "__main__":

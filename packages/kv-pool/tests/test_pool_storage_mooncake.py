@@ -15,7 +15,8 @@ from kv_pool.hicache.storage.engines.mooncake import describe_code
 
 HERE = Path(__file__).parent
 SCENARIOS = (
-    "pages_come_back", "no_room_while_pages_are_leased", "a_dead_master_is_an_error", "a_cache_is_served_from_it",
+    "pages_come_back", "no_room_while_pages_are_leased", "a_dead_master_is_an_error",
+    "a_paused_master_is_an_error_in_time", "a_host_that_lends_memory_dies", "a_cache_is_served_from_it",
 )  # fmt: skip
 
 

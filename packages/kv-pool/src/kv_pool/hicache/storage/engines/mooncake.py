@@ -15,7 +15,8 @@ import importlib
 import os
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from kv_pool.errors import LibraryUnavailable, StorageDamaged, StorageError
@@ -28,14 +29,15 @@ if TYPE_CHECKING:
 
 __all__ = ["MooncakeStorage", "describe_code"]
 
-_NO_ROOM, _TOO_SMALL, _ABSENT, _TOO_LARGE = -200, -600, -704, -800
+_NO_ROOM, _TOO_SMALL, _ABSENT, _NOT_MOVED = -200, -600, -704, -800
 _WORDS = {
     _NO_ROOM: "no room: all segments are full of pages under a lease",
     _TOO_SMALL: "the stored page is longer than the room for it",
     _ABSENT: "no such page",
     -706: "the page is under a lease",
-    _TOO_LARGE: "the stored page is shorter than the room for it",
+    _NOT_MOVED: "the host that lends the memory is gone, or the stored page is shorter than the room for it",
     -900: "the master does not answer",
+    -901: "the master has not answered in time",
 }
 _OPEN: weakref.WeakSet[MooncakeStorage] = weakref.WeakSet()
 
@@ -77,13 +79,15 @@ class _Library(Protocol):
         self, keys: list[str], all_buffer_ptrs: list[list[int]], all_sizes: list[list[int]]
     ) -> list[int]: ...
 
+    def get_size(self, key: str) -> int: ...
+
     def remove(self, key: str, force: bool) -> int: ...
 
     def close(self) -> int: ...
 
 
 def describe_code(code: int) -> str:
-    """What a code of the library means, in words: -200, -600, -704, -706, -800 and -900 were observed."""
+    """What a code of the library means, in words: -200, -600, -704, -706, -800, -900 and -901 were observed."""
     return f"{_WORDS.get(code, 'a code without a known meaning')} (mooncake code {code})"
 
 
@@ -97,8 +101,9 @@ class MooncakeStorage:
     3. a key that is there keeps its first value.
 
     A page that was read or written lately is under a lease of the master's: it is not evicted, and when all memory is
-    under leases, `write` keeps fewer pages. When the master does not answer, every call raises, a read after about
-    four seconds.
+    under leases, `write` keeps fewer pages. When the master does not answer, every call raises, after `timeout_s` at
+    the latest. When a host that lends memory dies, its pages raise after about a second, and are misses when the master
+    has missed it for its `client_ttl` (ten seconds, unless it was started otherwise).
 
     Args:
         master: Address of `mooncake_master`, "host:port".
@@ -107,6 +112,8 @@ class MooncakeStorage:
         buffer_bytes: Memory of the library for its own copies.
         protocol: `tcp` or `rdma`; only `tcp` was run here.
         rdma_devices: Names of devices for `rdma`.
+        timeout_s: Longest wait for an answer of the master. If it dies in the very moment of the construction, the
+            library asks twenty times, and keeps the process waiting as often.
         log_level: What the library writes to standard error, unless MC_LOG_LEVEL says otherwise already.
 
     Raises:
@@ -125,10 +132,13 @@ class MooncakeStorage:
         buffer_bytes: int = 64 << 20,
         protocol: Literal["tcp", "rdma"] = "tcp",
         rdma_devices: str = "",
+        timeout_s: float = 5.0,
         log_level: Literal["INFO", "WARNING", "ERROR"] = "ERROR",
     ) -> None:
         if protocol not in ("tcp", "rdma"):
             raise _unusable("protocol", protocol, "tcp or rdma", "the library takes any text and fails later")
+        if not timeout_s > 0:
+            raise _unusable("timeout_s", timeout_s, "more than 0", "a master that hangs would keep every call waiting")
         os.environ.setdefault("MC_LOG_LEVEL", log_level)
         try:
             library = importlib.import_module("mooncake.store")
@@ -140,13 +150,14 @@ class MooncakeStorage:
                 consequence="pages would be kept nowhere beyond the host",
                 remedy='pip install "kv-pool[mooncake]"; on Debian also libibverbs1',
             ) from error
-        _reach(master)
-        self._library = cast(_Library, library.MooncakeDistributedStore())
+        _reach(master, timeout_s)
         self._master = master
         self._registered: list[npt.NDArray[np.uint8]] = []
-        code = self._library.setup(
-            hostname, "P2PHANDSHAKE", segment_bytes, buffer_bytes, protocol, rdma_devices, master
-        )
+        with _time_limit(timeout_s):
+            self._library = cast(_Library, library.MooncakeDistributedStore())
+            code = self._library.setup(
+                hostname, "P2PHANDSHAKE", segment_bytes, buffer_bytes, protocol, rdma_devices, master
+            )
         if code:
             self._library.close()
             raise _unusable("master", f"{master}: {describe_code(code)}", "a master that answers", "nothing is kept")
@@ -187,9 +198,10 @@ class MooncakeStorage:
         for number, (code, length) in enumerate(zip(got, lengths, strict=True)):
             if code == length:
                 continue
-            if code == _ABSENT:
+            size = self._library.get_size(keys[number]) if code == _NOT_MOVED else length
+            if _ABSENT in (code, size):
                 return number
-            if code >= 0 or code in (_TOO_SMALL, _TOO_LARGE):
+            if code >= 0 or code == _TOO_SMALL or (size >= 0 and size != length):
                 self._library.remove(keys[number], True)
                 damaged = StorageDamaged(
                     keys[number],
@@ -244,14 +256,37 @@ class MooncakeStorage:
         )
 
 
-def _reach(master: str) -> None:
-    """Connect once: the library itself goes on for minutes when nobody listens there."""
+def _reach(master: str, timeout_s: float) -> None:
+    """Hang up on the master and see it hang up too: the library goes on for minutes when nobody listens or answers.
+
+    The system accepts connections for a process that is stopped, so a connection alone says too little.
+    """
     host, _, port = master.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=5).close()
+        with socket.create_connection((host, int(port)), timeout=timeout_s) as asked:
+            asked.shutdown(socket.SHUT_WR)
+            asked.recv(1)
+    except ConnectionResetError:
+        return
     except (OSError, ValueError) as error:
         consequence = "the library would wait for it for minutes"
-        raise _unusable("master", f"{master} ({error})", "host:port of a master that listens", consequence) from error
+        raise _unusable("master", f"{master} ({error})", "host:port of a master that answers", consequence) from error
+
+
+@contextmanager
+def _time_limit(timeout_s: float) -> Iterator[None]:
+    """The library reads its time limits from the environment, when a client is made."""
+    names = ("MC_RPC_TIMEOUT_MS", "MC_RPC_CONNECT_TIMEOUT_MS")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, str(max(1, round(timeout_s * 1000)))))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _pointers(pages: Sequence[Pieces]) -> tuple[list[list[int]], list[list[int]]]:
