@@ -9,6 +9,8 @@ import importlib
 import warnings
 
 import ascend_emulator
+import pytest
+from kv_pool.integrations import vllm as integration
 
 ascend_emulator.install(check_order=True)
 
@@ -21,3 +23,9 @@ with warnings.catch_warnings():
     importlib.import_module("vllm_ascend.attention.attention_v1")
     importlib.import_module("vllm_ascend.sample.rejection_sampler")
     importlib.import_module("vllm_ascend.spec_decode.llm_base_proposer")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tier_registered() -> None:
+    """Our secondary tier, known to vLLM once a process."""
+    integration.register()

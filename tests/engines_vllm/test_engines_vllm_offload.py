@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv_pool import StorageError
+from kv_pool import StorageError, UnrepeatableKeys
 from kv_pool.integrations import vllm as integration
+from vllm.utils.hashing import sha256
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.base import JobMetadata, SecondaryTierManager
@@ -35,7 +37,9 @@ def spec(**changes: Any) -> Any:
         vllm_config=SimpleNamespace(
             parallel_config=SimpleNamespace(**parallel),
             model_config=SimpleNamespace(model=changes.get("model", "m/x"), dtype="bfloat16"),
-            cache_config=SimpleNamespace(cache_dtype=changes.get("dtype", "auto")),
+            cache_config=SimpleNamespace(
+                cache_dtype=changes.get("dtype", "auto"), prefix_caching_hash_algo=changes.get("hash", "sha256")
+            ),
         ),
         kv_cache_config=SimpleNamespace(kv_cache_groups=[group] * changes.get("groups", 1)),
         hash_block_size=16,
@@ -43,14 +47,14 @@ def spec(**changes: Any) -> Any:
     )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def registered() -> None:
-    integration.register()
+@pytest.fixture(autouse=True)
+def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
 
 
 def tier(folder: Path, view: memoryview, **changes: Any) -> Any:
     config = {"type": "kv_pool", "storage": "files", "options": {"root": str(folder), "capacity_bytes": 10**8}}
-    config |= {"salt": changes.pop("salt", "")}
+    config |= {"salt": changes.pop("salt", ""), **changes.pop("config", {})}
     return SecondaryTierFactory.create_secondary_tier(config, view, spec(**changes))
 
 
@@ -104,7 +108,7 @@ def test_every_part_of_the_identity_counts(tmp_path: Path) -> None:
     changes: list[dict[str, Any]] = [
         {"model": "m/y"}, {"dtype": "fp8"}, {"tensor_parallel_size": 4}, {"rank": 1}, {"groups": 2}, {"factor": 2},
         {"pipeline_parallel_size": 2}, {"decode_context_parallel_size": 2}, {"salt": "x"},
-        {"prefill_context_parallel_size": 2},
+        {"prefill_context_parallel_size": 2}, {"hash": "xxhash"},
     ]  # fmt: skip
     for change in changes:
         assert tier(tmp_path, memory(1).data, **change).lookup(KEYS[0], CONTEXT) is False, change
@@ -165,6 +169,31 @@ def test_the_managers_of_the_engine_use_it(tmp_path: Path) -> None:
         blocks = made.prepare_load(keys, CONTEXT).block_ids.tolist()
         assert all((rows[block] == wanted[number]).all() for number, block in enumerate(blocks))
         made.complete_load(keys, CONTEXT)
+
+
+def test_blocks_have_one_hash_in_every_process_only_with_a_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM's own hash of one block, begun twice as two processes begin it; the tier knows when they will differ."""
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"", raising=False)
+
+    def begun(seed: str | None) -> bytes:
+        if seed is None:
+            monkeypatch.delenv("PYTHONHASHSEED")
+        else:
+            monkeypatch.setenv("PYTHONHASHSEED", seed)
+        kv_cache_utils.init_none_hash(sha256)
+        if seed is None:
+            monkeypatch.setenv("PYTHONHASHSEED", "0")
+        return bytes(kv_cache_utils.hash_block_tokens(sha256, None, (1, 2, 3)))
+
+    assert begun("0") == begun("0") and begun("0") != begun("1") and begun(None) != begun(None)
+    monkeypatch.delenv("PYTHONHASHSEED")
+    with pytest.raises(UnrepeatableKeys, match="set PYTHONHASHSEED before vLLM starts"):
+        tier(tmp_path, memory(1).data)
+    alone = tier(tmp_path, memory(1).data, config={"shared": False})
+    alone.submit_store(job(1, [0], [0], load=False))
+    assert finished(alone) == {1: True}
 
 
 def test_the_plugins_own_spec_does_not_load_beside_this_release() -> None:

@@ -41,6 +41,7 @@ __all__ = [
     "UnknownLayer",
     "UnknownWriter",
     "UnmirroredComponent",
+    "UnrepeatableKeys",
     "UnsupportedMover",
     "WidthMismatch",
     "WriteError",
@@ -190,6 +191,10 @@ class MoveRefused(KvPoolError, ValueError):
 
 class StorageError(KvPoolError, OSError):
     """A store beyond the host that cannot be used, or a page that it could not keep."""
+
+
+class UnrepeatableKeys(StorageError):
+    """Keys that no other process can compute: what is stored under them would never be found again."""
 
 
 class StorageDamaged(StorageError):

@@ -2,20 +2,22 @@
 
 Registered once with `register()`, then configured as `{"type": "kv_pool", "storage": "files", "options": {…}}` among
 the `secondary_tiers` of `TieringOffloadingSpec`. The tier reads and writes vLLM's own host memory, so it serves every
-device that vLLM offloads from. `KvPoolTier` is made when it is asked for, since its base is vLLM's; importing this
-imports nothing of vLLM. Block hashes of two processes are equal only if both run with one PYTHONHASHSEED.
+device that vLLM offloads from (on NPUs by `vllm_npu`). `KvPoolTier` is made when it is asked for, since its base is
+vLLM's; importing this imports nothing of vLLM. Block hashes of two processes are equal only if both run with one
+PYTHONHASHSEED: without it vLLM draws the first block's parent at random, and the tier refuses.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kv_pool.errors import StorageDamaged, StorageError
+from kv_pool.errors import StorageDamaged, StorageError, UnrepeatableKeys
 from kv_pool.hicache.storage import Closes, RegistersMemory, create_storage
 from kv_pool.integrations._engine import engine_module, stored_key
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockStore", "register", "tier_class"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 TIER = "kv_pool"
 _RELEASE = "vLLM 0.23"
 
@@ -41,9 +43,12 @@ class BlockStore:
         options: What its constructor takes.
         threads: Threads that read and write.
         salt: Kept apart from other tiers of the same model.
+        shared: Whether other processes, later ones among them, are to find the blocks; `False` is for a store that
+            ends with this process.
 
     Raises:
         StorageError: The store does not exist or cannot be used, or the memory is not as above.
+        UnrepeatableKeys: The store is shared, and PYTHONHASHSEED is not set.
     """
 
     def __init__(
@@ -55,8 +60,18 @@ class BlockStore:
         options: dict[str, Any] | None = None,
         threads: int = 2,
         salt: str = "",
+        shared: bool = True,
     ) -> None:
         self.tier_type = tier_type
+        if shared and "PYTHONHASHSEED" not in os.environ:
+            raise UnrepeatableKeys(
+                "PYTHONHASHSEED",
+                given="not set",
+                expected="one value in every process that shares the store",
+                consequence="vLLM begins every chain of hashes with random bytes, drawn anew in each process, so that "
+                "no block would ever be found again while the store fills up",
+                remedy="set PYTHONHASHSEED before vLLM starts, or pass shared=false for a store of this process alone",
+            )
         if primary_kv_view.ndim != 2 or not primary_kv_view.c_contiguous or primary_kv_view.readonly:
             raise StorageError(
                 "primary_kv_view",
@@ -143,6 +158,7 @@ def _identity(spec: Any, block_bytes: int, salt: str) -> dict[str, Any]:
         "model": config.model_config.model,
         "dtype": str(config.cache_config.cache_dtype),
         "model_dtype": str(config.model_config.dtype),
+        "hash": str(config.cache_config.prefix_caching_hash_algo),
         "hash_block_size": spec.hash_block_size,
         "block_size_factor": spec.block_size_factor,
         "block_bytes": block_bytes,

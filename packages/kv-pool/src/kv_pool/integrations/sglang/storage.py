@@ -120,7 +120,7 @@ class HostPages:
             if transfer.hit_policy == engine.PoolHitPolicy.ALL_PAGES:
                 mine = set(range(1, self._storage.exists(names) + 1))
             elif transfer.hit_policy == engine.PoolHitPolicy.TRAILING_PAGES:
-                mine = self._trailing(names, max(1, len(transfer.keys or ())))
+                mine = _trailing(self._storage, names, max(1, len(transfer.keys or ())))
             else:
                 policy = f"{transfer.hit_policy.value} of pool {transfer.name}"
                 raise refused("hit_policy", policy, "all_pages or trailing_pages", "leave this pool out of the storage")
@@ -204,10 +204,11 @@ class HostPages:
             raise refused("host pool", str(name), known, f"call {call} first")
         return found
 
-    def _trailing(self, names: Sequence[str], count: int) -> set[int]:
-        """Lengths of prefixes whose last `count` pages are there."""
-        there = [self._storage.exists([name]) == 1 for name in names]
-        return {end for end in range(1, len(there) + 1) if all(there[max(0, end - count) : end])}
+
+def _trailing(storage: PageStorage, names: Sequence[str], count: int) -> set[int]:
+    """Lengths of prefixes whose last `count` pages are there."""
+    there = [storage.exists([name]) == 1 for name in names]
+    return {end for end in range(1, len(there) + 1) if all(there[max(0, end - count) : end])}
 
 
 def _leading(count: int, keys: Sequence[str] | None) -> list[bool]:
