@@ -89,7 +89,7 @@ def prefetched(made: Any, hosts: dict[PoolName, Any], where: list[int], window: 
         operation.host_indices = page_slots(where)[: operation.storage_hit_count]
         asked.host_indices = page_slots(window)
         made.prefetch_buffer.put(operation)
-        acks = []
+        acks: list[Any] = []
         while not acks or not acks[-1].completed_req:
             acks.append(waited(made.ack_prefetch_queue))
         done = [ack.completed_tokens for ack in acks if ack.completed_tokens is not None]

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from kv_pool import LibraryUnavailable
-from kv_pool.integrations import sglang, vllm
+from kv_pool import LibraryUnavailable, StorageError, UnrepeatableKeys
+from kv_pool.integrations import sglang, vllm, vllm_npu
 
 ENGINES = ("sglang", "vllm")
 
@@ -20,16 +21,20 @@ def absent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Neither engine can be imported, installed or not."""
     for name in ENGINES:
         monkeypatch.setitem(sys.modules, name, None)
-    sglang.storage_class.cache_clear()
-    vllm.tier_class.cache_clear()
+    made = (
+        sglang.storage_class, vllm.tier_class, vllm_npu.handler_class, vllm_npu.spec_class, vllm_npu.connector_class,
+    )  # fmt: skip
+    for one in made:
+        one.cache_clear()
     yield
-    sglang.storage_class.cache_clear()
-    vllm.tier_class.cache_clear()
+    for one in made:
+        one.cache_clear()
 
 
 def test_importing_loads_no_engine() -> None:
     program = (
-        "import sys, kv_pool.integrations.sglang, kv_pool.integrations.vllm; print({'sglang', 'vllm'} & {*sys.modules})"
+        "import sys, kv_pool.integrations.sglang, kv_pool.integrations.vllm, kv_pool.integrations.vllm_npu; "
+        "print({'sglang', 'vllm', 'torch_npu'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
@@ -40,7 +45,10 @@ def test_importing_loads_no_engine() -> None:
     [
         (lambda: sglang.KvPoolStorage, "SGLang 0.5.23"),
         (lambda: sglang.adopt_pool(SimpleNamespace(), fingerprint="m"), "SGLang 0.5.23"),
+        (lambda: sglang.adopt_groups(SimpleNamespace(), fingerprint="m"), "SGLang 0.5.23"),
         (lambda: vllm.KvPoolTier, "vLLM 0.23"),
+        (lambda: vllm_npu.NpuTieringSpec, "vLLM 0.23"),
+        (lambda: vllm_npu.NpuOffloadingConnector, "vLLM 0.23"),
         (vllm.register, "vLLM 0.23"),
     ],
 )
@@ -50,7 +58,16 @@ def test_use_without_the_engine_names_it(use: Callable[[], Any], named: str) -> 
     assert isinstance(caught.value, ImportError)
 
 
-@pytest.mark.parametrize("module", [sglang, vllm])
+@pytest.mark.parametrize("module", [sglang, vllm, vllm_npu])
 def test_other_names_do_not_exist(module: Any) -> None:
     with pytest.raises(AttributeError, match="Nothing"):
         _ = module.Nothing
+
+
+def test_a_shared_store_of_vllms_blocks_wants_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without PYTHONHASHSEED no other process would ever find a block; said before anything is opened."""
+    view = memoryview(np.zeros((2, 4096), np.int8))
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(UnrepeatableKeys, match="set PYTHONHASHSEED before vLLM starts") as caught:
+        vllm.BlockStore(SimpleNamespace(), view, "kv_pool")
+    assert isinstance(caught.value, StorageError) and caught.value.given == "not set"
