@@ -10,7 +10,16 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kv_pool import DoubleFree, ForeignPage, IntegrityError, OutOfPages, PageAllocator, PageError, PoolSizeError
+from kv_pool import (
+    DoubleFree,
+    ForeignPage,
+    IntegrityError,
+    OutOfPages,
+    PageAllocator,
+    PageError,
+    PageUse,
+    PoolSizeError,
+)
 
 
 def test_fresh_pages_ascend_and_page_zero_is_never_given() -> None:
@@ -69,7 +78,7 @@ def test_double_free_is_named_and_changes_nothing() -> None:
 def test_foreign_pages_are_named(page: int) -> None:
     pool = PageAllocator(5, 4)
     pool.alloc(2)
-    for call in (pool.release, pool.retain, pool.holders):
+    for call in (pool.release, pool.retain, pool.in_use, pool.holders):
         with pytest.raises(ForeignPage, match=str(page)):
             call([1, page])
     assert pool.held == 2
@@ -128,12 +137,68 @@ def test_too_small() -> None:
             PageAllocator(*size)
 
 
+def test_a_page_that_is_read_is_free_when_its_reader_ends() -> None:
+    """The owner is gone, the copy is not: nobody gets the page, and the books say where it is."""
+    pool = PageAllocator(4, 4)
+    pages = pool.alloc(3)
+    use = pool.in_use(pages[:2])
+    assert pool.release(pages).tolist() == [3]
+    assert (pool.available, pool.held, pool.lingering) == (1, 2, 2)
+    assert pool.alloc(1).tolist() == [3]
+    with pytest.raises(OutOfPages, match="at most 0"):
+        pool.alloc(1)
+    pool.verify()
+    assert use.end().tolist() == [1, 2] and use.ended and use.end().tolist() == []
+    assert (pool.available, pool.held, pool.lingering) == (2, 1, 0)
+    assert pool.alloc(2).tolist() == [1, 2]
+
+
+def test_a_use_ends_before_its_owner_and_with_its_block() -> None:
+    pool = PageAllocator(3, 4)
+    (page,) = pool.alloc(1).tolist()
+    with pytest.raises(RuntimeError, match="copy"), pool.in_use([page]) as use:
+        assert not use.ended
+        raise RuntimeError("the copy failed")
+    assert use.ended and pool.lingering == 0 and pool.holders([page]).tolist() == [1]
+    assert pool.release([page]).tolist() == [page]
+
+
+def test_two_uses_of_one_page_both_end() -> None:
+    pool = PageAllocator(2, 4)
+    pool.alloc(1)
+    reader, writer = pool.in_use([1]), pool.in_use([1, 1])
+    pool.release([1])
+    assert reader.end().tolist() == [] and pool.lingering == 1
+    assert writer.end().tolist() == [1] and pool.available == 1
+    pool.verify()
+
+
+def test_a_use_is_no_holder() -> None:
+    """A release too many is named though the page is in use; so are uses of pages that nobody holds."""
+    pool = PageAllocator(4, 4)
+    pool.alloc(2)
+    use = pool.in_use([1])
+    pool.release([1])
+    with pytest.raises(DoubleFree, match=r"\[1\]"):
+        pool.release([1])
+    for call in (pool.in_use, pool.retain):
+        for page in (1, 3, 0, 4):
+            with pytest.raises(ForeignPage, match=rf"\[{page}\]"):
+                call([2, page])
+    assert use.end().tolist() == [1] and pool.holders([1, 2]).tolist() == [0, 1]
+    pool.verify()
+
+
 class AllocatorMachine(RuleBasedStateMachine):
-    """The allocator beside a counter of holders."""
+    """The allocator beside counters of holders and of uses."""
 
     def __init__(self) -> None:
         super().__init__()
         self.held: Counter[int] = Counter()
+        self.uses: list[tuple[list[int], list[PageUse]]] = []
+
+    def used(self) -> set[int]:
+        return {page for pages, _ in self.uses for page in pages}
 
     @initialize(pages=st.integers(2, 12))
     def start(self, pages: int) -> None:
@@ -142,13 +207,14 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 6))
     def alloc(self, count: int) -> None:
-        if count > self.pool.total - len(self.held):
+        taken = self.held.keys() | self.used()
+        if count > self.pool.total - len(taken):
             with pytest.raises(OutOfPages):
                 self.pool.alloc(count)
             return
         pages = self.pool.alloc(count).tolist()
         assert pages == self.twin.alloc(count).tolist()
-        assert len(set(pages)) == count and not set(pages) & set(self.held) and 0 not in pages
+        assert len(set(pages)) == count and not set(pages) & taken and 0 not in pages
         self.held.update(pages)
 
     @precondition(lambda self: self.held)
@@ -172,6 +238,20 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.twin.release(pages)
         self.held = +left
 
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def use(self, data: st.DataObject) -> None:
+        pages = data.draw(st.lists(st.sampled_from(sorted(self.held)), max_size=4))
+        self.uses.append((pages, [self.pool.in_use(pages), self.twin.in_use(pages)]))
+
+    @precondition(lambda self: self.uses)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        pages, both = self.uses.pop(data.draw(st.integers(0, len(self.uses) - 1)))
+        freed = [use.end().tolist() for use in both]
+        left = self.held.keys() | self.used()
+        assert freed[0] == freed[1] == [page for page in dict.fromkeys(pages) if page not in left]
+
     @rule()
     def release_all(self) -> None:
         pages = sorted(self.held.elements())
@@ -183,7 +263,8 @@ class AllocatorMachine(RuleBasedStateMachine):
     def books(self) -> None:
         if hasattr(self, "pool"):
             self.pool.verify()
-            assert self.pool.held == len(self.held)
+            assert self.pool.held == len(self.held.keys() | self.used())
+            assert self.pool.lingering == len(self.used() - self.held.keys())
             assert self.pool.available + self.pool.held == self.pool.total
             everything = np.arange(1, self.pool.num_pages)
             assert self.pool.holders(everything).tolist() == [self.held[int(page)] for page in everything]

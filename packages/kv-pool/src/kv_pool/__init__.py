@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from kv_pool._paged import Pool
 from kv_pool.adopted import adopt
-from kv_pool.allocator import PageAllocator
+from kv_pool.allocator import PageAllocator, PageUse
 from kv_pool.copies import PageCopy
 from kv_pool.errors import (
     AgreementError,
@@ -86,6 +86,7 @@ __all__ = [
     "PageCopy",
     "PageError",
     "PageMap",
+    "PageUse",
     "Pool",
     "PoolBudget",
     "PoolShare",

@@ -160,11 +160,12 @@ class WindowPages(PageMap):
         """
         super().verify()
         named = self.named()
-        if named.size != self.window.held:
+        held = self.window.held - self.window.lingering
+        if named.size != held:
             raise LayoutError(
                 "window map",
                 given=dict(zip(named.tolist(), self.find(named).tolist(), strict=True)),
-                expected=f"{self.window.held} held window pages, each named by one held full page",
+                expected=f"{held} held window pages, each named by one held full page",
                 consequence="a window page is lost",
                 remedy="take and release pages of both groups through WindowPages alone",
             )

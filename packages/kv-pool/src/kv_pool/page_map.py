@@ -40,7 +40,7 @@ class PageMap:
         self._map: IntArray = np.zeros(lead.num_pages, dtype=np.int64)
         self._used: IntArray = np.zeros(lead.num_pages, dtype=np.int64)
         self._clock = 0
-        lead.watch(self._drop)
+        lead.watch(left=self._drop)
 
     @property
     def lead(self) -> PageAllocator:

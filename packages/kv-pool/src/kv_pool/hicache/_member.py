@@ -98,7 +98,7 @@ class Member:
         self._backups: deque[Carry] = deque()
         self._loads: deque[Carry] = deque()
         if poison:
-            self.device.own.watch(lambda freed: fill_poison(self._storages, freed))
+            self.device.own.watch(freed=lambda freed: fill_poison(self._storages, freed))
 
     @property
     def pending(self) -> bool:

@@ -20,9 +20,9 @@ import torch
 
 from kv_pool.errors import HostPoolError, StorageDamaged, StorageError
 from kv_pool.hicache.ranks import owner_rank
+from kv_pool.hicache.storage._work import StorageCounters
 from kv_pool.hicache.storage.identity import StorageIdentity, page_keys
 from kv_pool.hicache.storage.protocols import RegistersMemory
-from kv_pool.hicache.storage.tier import StorageCounters
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
     from kv_pool.hicache._member import Member
     from kv_pool.hicache.companion import Companion
+    from kv_pool.hicache.storage._work import Prefetch, PrefetchState
     from kv_pool.hicache.storage.protocols import Pieces
-    from kv_pool.hicache.storage.tier import Prefetch, PrefetchState, StorageTier
+    from kv_pool.hicache.storage.tier import StorageTier
     from kv_pool.tables import IntArray
 
 __all__ = ["CompanionPrefetch", "CompanionStorage", "companion_digest"]
