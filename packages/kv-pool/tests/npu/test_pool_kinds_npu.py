@@ -112,3 +112,64 @@ def test_copies_and_states(make_labels: Labels, as_bits: Bits) -> None:
     states.write("conv", 1, torch.tensor([3, 1], device=NPU), rows.to(NPU))
     states.clear(torch.tensor([1], device=NPU))
     assert torch.equal(as_bits(states.state("conv", 1)[3]), as_bits(rows[0])) and not states.state("conv", 1)[:3].any()
+
+
+@pytest.mark.parametrize("writer", ["scatter_nd", "index"])
+@pytest.mark.parametrize("rows_dtype", [torch.int32, torch.int64])
+def test_captured_states_follow_their_rows(
+    make_labels: Labels, as_bits: Bits, writer: Any, rows_dtype: torch.dtype
+) -> None:
+    """One graph of a bucket of four, replayed for 3, 1 and 4 requests: padded rows name row 0 and nobody's state moves.
+
+    Both kinds, target and draft, a clear of newly given rows before the writes; contents and rows are new each time.
+    """
+    shared: Any = {"total_heads": 2, "item_kind": "request_row"}
+    layouts = {
+        kind: ModelLayout(
+            [
+                ComponentSpec("state", layer_ids=[1, 3], dtype=dtype, dims=dims, **shared),
+                ComponentSpec("state", "draft", layer_ids=[7], dtype=dtype, dims=dims, **shared),
+            ],
+            page_size=4,
+            fingerprint="s",
+        )
+        for kind, dtype, dims in (("conv", "bfloat16", 6), ("recurrent", "float32", 8))
+    }  # fmt: skip
+    pool = StatePool(layouts, requests=6, device=NPU, shapes={"recurrent": (2, 4)}, writer=writer)
+    where: list[tuple[str, int, Any]] = [
+        (kind, layer, part) for kind in pool.kinds for layer, part in ((1, "target"), (3, "target"), (7, "draft"))
+    ]
+    rows, fresh = (torch.zeros(4, dtype=rows_dtype, device=NPU) for _ in range(2))
+    static = {place: torch.zeros_like(pool.state(*place)[:4]) for place in where}
+
+    def step() -> None:
+        pool.clear(fresh)
+        for place in where:
+            pool.write(place[0], place[1], rows, static[place], place[2])
+
+    for _ in range(2):
+        step()
+    npu: Any = torch.get_device_module(NPU)
+    npu.synchronize()
+    graph = npu.NPUGraph()
+    with npu.graph(graph, auto_dispatch_capture=True):
+        step()
+    expected = {}
+    for seed, place in enumerate(where):
+        pool.state(*place).copy_(make_labels(pool.state(*place).shape, pool.state(*place).dtype, seed))
+        expected[place] = as_bits(pool.state(*place)).clone()
+    replays = [([5, 2, 6], []), ([3], [4]), ([6, 1, 4, 2], [1, 3])]
+    for number, (live, given) in enumerate(replays):
+        rows.copy_(torch.tensor(live + [0] * (4 - len(live))))
+        fresh.copy_(torch.tensor(given + [0] * (4 - len(given))))
+        contents = {}
+        for seed, place in enumerate(where):
+            contents[place] = make_labels(static[place].shape, static[place].dtype, 100 * number + seed + 20)
+            static[place].copy_(contents[place])
+        graph.replay()
+        npu.synchronize()
+        for place in where:
+            expected[place][given] = 0
+            expected[place][live] = as_bits(contents[place])[: len(live)]
+            found = as_bits(pool.state(*place))
+            assert torch.equal(found[1:], expected[place][1:]), (number, place)
