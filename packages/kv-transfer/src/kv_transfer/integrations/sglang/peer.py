@@ -310,7 +310,7 @@ class Peer:
                 for entry, dim in enumerate(dims)
             )  # fmt: skip
         plan = StatePlan(kind, None, pairs, source, destination, shapes, places)
-        for _ in plan.batches([0], [0], None):  # geometry is refused now and not at the first request
+        for _ in plan.batches([1], [1], None):  # geometry is refused now and not at the first request
             pass
         return plan
 
