@@ -20,7 +20,7 @@ POOLS = ROOT / "packages/kv-pool/tests/golden"
 TRANSFER = ROOT / "packages/kv-transfer/tests/golden"
 NAMES = (
     "compressed", "contexts", "hashes", "heads", "memfabric", "pairing", "pools", "prefixes", "runs", "slicing",
-    "states", "steps",
+    "states", "steps", "transfers",
 )  # fmt: skip
 ENGINE = "SGLang 0.5.23"
 
@@ -29,7 +29,7 @@ __all__ = ["NAMES", "dump", "place", "record"]
 
 def place(name: str) -> Path:
     """The file that holds an answer."""
-    return {"pools": POOLS, "memfabric": TRANSFER}.get(name, GOLDEN) / f"{name}.json"
+    return {"pools": POOLS, "memfabric": TRANSFER, "transfers": TRANSFER}.get(name, GOLDEN) / f"{name}.json"
 
 
 def record(name: str) -> dict[str, Any]:

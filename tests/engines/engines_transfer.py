@@ -7,8 +7,10 @@ scheduler does; everything behind it is SGLang's code, with this project's manag
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -123,7 +125,7 @@ class Request:
         for sender in self.senders:
             _until(lambda sender=sender: sender.poll() != KVPoll.Bootstrapping, "decode's pages arrived at prefill")
         cuts = [0, *np.cumsum(chunks).tolist(), len(pages)] if chunks else [0, len(pages)]
-        for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
+        for start, stop in itertools.pairwise(cuts):
             last = stop == len(pages)
             for sender in self.senders:
                 sender.send(np.array(pages[start:stop], np.int32), list(states) if states and last else None)
@@ -163,6 +165,7 @@ class Cluster:
     def close(self) -> None:
         for manager in (*self.prefill, *self.decode):
             manager._stopped = True
+            getattr(manager, "_heartbeat_shutdown", threading.Event()).set()
             for queue in getattr(manager, "transfer_queues", ()):
                 queue.put(None)
             manager.engine.close()
@@ -173,8 +176,9 @@ class Cluster:
         rank, size = side.tp
         group = self._stages.of(stage, stages)
         with get_parallel().override(
-            tp_size=size, tp_rank=rank, moe_tp_size=size, attn_tp_size=size, attn_tp_rank=rank, attn_dp_size=1, attn_dp_rank=0, attn_cp_size=1,
-            attn_cp_rank=0, attn_dcp_size=1, attn_dcp_rank=0, dcp_enabled=False, pp_size=stages, pp_group=group,
+            tp_size=size, tp_rank=rank, moe_tp_size=size, attn_tp_size=size, attn_tp_rank=rank, attn_dp_size=1,
+            attn_dp_rank=0, attn_cp_size=1, attn_cp_rank=0, attn_dcp_size=1,
+            attn_dcp_rank=0, dcp_enabled=False, pp_size=stages, pp_group=group,
         ):  # fmt: skip
             return ours.manager_class()(real_args(side), mode, self._arguments, self._mla)
 
