@@ -202,7 +202,7 @@ class PlannedTransfers(Registrations, Pointers):
             return int(super().send_kvcache_dcp(
                 mooncake_session_id, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices,
                 dcp_token_item_lens=dcp_token_item_lens, dst_dcp_size=dst_dcp_size, dst_dcp_rank=dst_dcp_rank,
-                src_page_offset=src_page_offset, decode_prefix_len=decode_prefix_len, num_kv_tokens=src_page_offset * page + num_kv_tokens,
+                src_page_offset=src_page_offset, decode_prefix_len=decode_prefix_len, num_kv_tokens=num_kv_tokens,
                 executor=executor, dst_layer_ids=dst_layer_ids, pack_buffer=pack_buffer,
                 dst_kv_item_lens=dst_kv_item_lens, dst_tp_rank=dst_tp_rank, dst_attn_tp_size=dst_attn_tp_size,
             ))  # fmt: skip
@@ -222,7 +222,8 @@ class PlannedTransfers(Registrations, Pointers):
         for slots in (False, True):
             runs = kv_planner.page_interleaved(
                 source, destination, page_size=page, dcp_rank=dst_dcp_rank, dcp_size=dst_dcp_size,
-                tokens=src_page_offset * page + num_kv_tokens, prefix_tokens=decode_prefix_len, page_offset=src_page_offset,
+                tokens=src_page_offset * page + num_kv_tokens, prefix_tokens=decode_prefix_len,
+                page_offset=src_page_offset,
                 slots="global" if slots else "local",
             )  # fmt: skip
             chosen = [kind for kind, held in kinds.items() if held is slots]
