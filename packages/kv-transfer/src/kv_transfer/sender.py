@@ -111,6 +111,12 @@ class Sender(Endpoint):
             return self._crash or (self._core.error if self._core is not None else None)
 
     @property
+    def offered(self) -> frozenset[int]:
+        """Rooms that `open` answers at once: the receiver offered pages for them, or gave them up; empty when lost."""
+        with self.lock:
+            return self._core.offered if self._core is not None and self.is_connected else frozenset()
+
+    @property
     def sends_nothing(self) -> bool:
         """Whether the receiver needs nothing of this rank; its sessions take no offer then. Known once ready."""
         with self.lock:

@@ -118,6 +118,11 @@ class SenderCore:
         return self._machine.state
 
     @property
+    def offered(self) -> frozenset[int]:
+        """Rooms that `open_room` answers now, with a room or with the reason why there is none."""
+        return self._offers.known
+
+    @property
     def is_over(self) -> bool:
         """Whether the conversation has ended, one way or another."""
         return self.phase in (SenderPhase.REFUSED, SenderPhase.LOST, SenderPhase.CLOSED)

@@ -33,6 +33,11 @@ class Offers:
         self._rejected: OrderedDict[int, str] = OrderedDict()
         self._newest = 0
 
+    @property
+    def known(self) -> frozenset[int]:
+        """Rooms that are offered or ended."""
+        return frozenset(self._offers) | frozenset(self._ended)
+
     def add(self, offer: Offer) -> str | None:
         """Takes an offer; or returns why its room was rejected here before."""
         self._newest = max(self._newest, offer.generation)

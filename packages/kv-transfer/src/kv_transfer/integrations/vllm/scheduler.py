@@ -1,0 +1,221 @@
+"""The scheduler's half of the connector: which blocks of which request go where, and when blocks may be freed.
+
+Bookkeeping only, no transfers: it runs in vLLM's scheduler process and tells the workers through `StepWords`. On the
+prefill side a request carries `do_remote_decode` in its `kv_transfer_params`, on the decode side `do_remote_prefill`.
+Both carry the number of the room, given by the router when both sides start at once; or the prefill side chooses one
+and returns the decode side's parameters with its answer, as routers that ask the sides one after the other expect.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from kv_transfer.arguments import check_whole
+from kv_transfer.directory import Place
+from kv_transfer.errors import ArgumentError
+from kv_transfer.integrations.vllm.words import Chunk, Handshake, Load, StepWords
+
+__all__ = ["SchedulerSide", "room_of"]
+
+_TOP = 2**63 - 1
+
+
+def room_of(params: Mapping[str, Any]) -> int:
+    """The room in a request's parameters.
+
+    Raises:
+        ArgumentError: It is missing, or no number of a room.
+    """
+    if "room" not in params:
+        raise ArgumentError(
+            f"kv_transfer_params: there is no 'room' among {sorted(params)}",
+            local=sorted(params),
+            consequence="nobody would know which transfer the request belongs to",
+            remedy="pass on what the prefill side returned, or give both sides the same number",
+        )
+    return check_whole("room", params["room"], _TOP)
+
+
+@dataclasses.dataclass
+class _Sending:
+    """A request on the prefill side."""
+
+    room: int
+    tokens: int
+    blocks: list[int]
+    sent: int = 0
+    handed: bool = False
+    lost: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        return self.handed and not self.lost and self.sent == len(self.blocks)
+
+
+class SchedulerSide:
+    """For one instance.
+
+    Args:
+        block_size: Tokens of a block.
+        group: Data-parallel group of this instance.
+        engine_id: vLLM's name of the instance.
+    """
+
+    def __init__(self, block_size: int, group: int, engine_id: str) -> None:
+        """Nothing is under way."""
+        self._block_size = block_size
+        self._group = group
+        self._engine_id = engine_id
+        self._sending: dict[str, _Sending] = {}
+        self._loading: set[str] = set()
+        self._loads: list[Load] = []
+        self._aborts: list[tuple[str, str]] = []
+        self._rejects: list[tuple[int, int, str]] = []
+        self._preempted: list[str] = []
+        self.workers: dict[tuple[int, ...], Handshake] = {}
+
+    def matched(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Tokens that will come from the prefill side, and whether they come between steps."""
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_prefill"):
+            return 0, False
+        room_of(params)
+        count = request.num_prompt_tokens - num_computed_tokens
+        return (count, True) if count > 0 else (0, False)
+
+    def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Takes the blocks of a request: to be filled on the decode side, to be sent on the prefill side."""
+        params = request.kv_transfer_params
+        if not params:
+            return
+        if params.get("do_remote_prefill"):
+            params["do_remote_prefill"] = False  # once: what fails is computed here
+            first = -(-(request.num_prompt_tokens - num_external_tokens) // self._block_size)
+            count = self._blocks(request.num_prompt_tokens)
+            own = blocks.get_block_ids()[0][first:count] if num_external_tokens else ()
+            first = first if num_external_tokens else count
+            group = int(params.get("prefill_group", 0))
+            load = Load(request.request_id, room_of(params), group, request.num_prompt_tokens, first, tuple(own))
+            self._loads.append(load)
+            if own:
+                self._loading.add(request.request_id)
+        elif params.get("do_remote_decode") and request.request_id not in self._sending:
+            room = room_of(params) if "room" in params else self._new_room(request.request_id)
+            self._sending[request.request_id] = _Sending(room, request.num_prompt_tokens, [])
+
+    def step(self, output: Any) -> StepWords:
+        """What the workers have to know for a step.
+
+        Args:
+            output: vLLM's `SchedulerOutput`; it is not changed.
+        """
+        for name in output.preempted_req_ids or ():
+            self._preempt(name)
+        chunks = []
+        for new in output.scheduled_new_reqs:
+            own = self._sending.get(new.req_id)
+            if own is not None and not own.lost:
+                own.blocks = list(new.block_ids[0])
+                chunks.extend(self._chunk(new.req_id, own, new.num_computed_tokens, output))
+        cached = output.scheduled_cached_reqs
+        for name, fresh, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+            if name in cached.resumed_req_ids:
+                self._preempt(name)
+            own = self._sending.get(name)
+            if own is not None and not own.lost:
+                own.blocks.extend(fresh[0] if fresh is not None else ())
+                chunks.extend(self._chunk(name, own, computed, output))
+        words = StepWords(
+            tuple(chunks), tuple(self._loads), tuple(self._aborts), tuple(self._rejects), tuple(self._preempted)
+        )
+        self._loads, self._aborts, self._rejects, self._preempted = [], [], [], []
+        return words
+
+    def finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """The end of a request.
+
+        Returns:
+            Whether its blocks stay until a worker says so, and the parameters for the other side.
+        """
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_prefill"):  # it ends before it had blocks: the prefill side need not wait for it
+            params["do_remote_prefill"] = False
+            self._rejects.append((room_of(params), int(params.get("prefill_group", 0)), _reason(request)))
+        if request.request_id in self._loading:
+            self._aborts.append((request.request_id, _reason(request)))
+        own = self._sending.pop(request.request_id, None)
+        if own is None:
+            return False, None
+        if own.is_complete and request.status.name in ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"):
+            return True, {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "room": own.room,
+                "prefill_group": self._group,
+                "remote_engine_id": self._engine_id,
+            }
+        if own.lost:
+            return False, None
+        if own.handed:
+            self._aborts.append((request.request_id, _reason(request)))
+            return True, None
+        self._rejects.append((own.room, self._group, _reason(request)))
+        return False, None
+
+    def heard(self, output: Any) -> None:
+        """Takes what the workers finished."""
+        self._loading.difference_update(output.finished_recving or ())
+
+    def met(self, workers: Mapping[tuple[int, ...], Handshake]) -> None:
+        """Takes what the workers registered.
+
+        Raises:
+            ArgumentError: They differ in engine, model or pages, or two of them are one rank.
+        """
+        terms = {(own.engine, own.fingerprint, own.block_tokens) for own in workers.values()}
+        places: set[Place] = {own.place for own in workers.values()}
+        if len(terms) > 1 or len(places) < len(workers):
+            raise ArgumentError(
+                f"workers: {len(workers)} of them are {len(places)} ranks with {sorted(terms)}",
+                local=len(workers),
+                consequence="the other side would wait for ranks that never come",
+                remedy="give all workers of an instance the same configuration, and each its rank",
+            )
+        self.workers = dict(workers)
+
+    def _preempt(self, name: str) -> None:
+        """Its blocks are gone: the transfer ends, and what it computes again is not sent."""
+        own = self._sending.get(name)
+        if own is not None and not own.lost:
+            own.lost = True
+            if own.handed:
+                self._preempted.append(name)
+            else:
+                self._rejects.append((own.room, self._group, "the request was preempted at prefill"))
+
+    def _chunk(self, name: str, own: _Sending, computed: int, output: Any) -> list[Chunk]:
+        """Blocks that are full after the step, and the rest of the prompt with its last one."""
+        done = min(computed + output.num_scheduled_tokens[name], own.tokens)
+        last = done == own.tokens
+        if last:
+            own.blocks = own.blocks[: self._blocks(own.tokens)]
+        stop = len(own.blocks) if last else done // self._block_size
+        if stop <= own.sent:
+            return []
+        chunk = Chunk(name, own.room, own.tokens, own.sent, tuple(own.blocks[own.sent : stop]), last)
+        own.sent, own.handed = stop, True
+        return [chunk]
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._block_size)
+
+    def _new_room(self, name: str) -> int:
+        digest = hashlib.blake2b(f"{self._engine_id}\0{name}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") & _TOP
+
+
+def _reason(request: Any) -> str:
+    return f"the request ended as {request.status.name}"

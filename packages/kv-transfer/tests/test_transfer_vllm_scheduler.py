@@ -1,0 +1,176 @@
+"""The scheduler's half of vLLM's connector: which blocks go with which step, and what becomes of ended requests."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_pieces import Request, blocks, configuration, groups, step
+
+import kv_transfer as kt
+from kv_transfer.integrations.vllm.scheduler import SchedulerSide
+from kv_transfer.integrations.vllm.settings import Settings, place_of, side_of
+from kv_transfer.integrations.vllm.words import Chunk, Handshake, Load, StepWords
+
+
+@pytest.fixture
+def side() -> SchedulerSide:
+    return SchedulerSide(block_size=4, group=1, engine_id="engine-a")
+
+
+def _prefill(name: str = "a", tokens: int = 10, room: int | None = 7) -> Request:
+    params = {"do_remote_decode": True, "do_remote_prefill": False, **({} if room is None else {"room": room})}
+    return Request(name, tokens, params)
+
+
+def _decode(name: str = "b", tokens: int = 10, **params: Any) -> Request:
+    return Request(name, tokens, {"do_remote_prefill": True, "room": 7, "prefill_group": 2, **params})
+
+
+def _status(request: Request, name: str) -> Request:
+    request.status = SimpleNamespace(name=name)
+    return request
+
+
+def test_a_prompt_goes_in_full_blocks_and_its_rest_with_the_last_step(side: SchedulerSide) -> None:
+    request = _prefill()
+    assert side.matched(request, 0) == (0, False)
+    side.allocated(request, blocks(5, 6), 0)
+    words = side.step(step({"a": ([5, 6], 0, 6)}))
+    assert words == StepWords((Chunk("a", 7, 10, 0, (5,), False),))
+    assert side.step(step(cached={"a": (None, 6, 1)})) == StepWords()
+    words = side.step(step(cached={"a": ([9, 2], 7, 3)}))  # one more than the prompt needs, for tokens to come
+    assert words == StepWords((Chunk("a", 7, 10, 1, (6, 9), True),))
+    assert side.step(step(cached={"a": ([3], 10, 1)})) == StepWords()
+    assert side.finished(request, [5, 6, 9, 2, 3]) == (
+        True,
+        {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "room": 7,
+            "prefill_group": 1,
+            "remote_engine_id": "engine-a",
+        },
+    )
+    assert side.step(step()) == StepWords()
+    assert side.finished(request, []) == (False, None)
+
+
+def test_blocks_of_a_prefix_hit_at_prefill_go_with_the_first_chunk(side: SchedulerSide) -> None:
+    side.allocated(_prefill(), blocks(5, 6, 9), 0)
+    words = side.step(step({"a": ([5, 6, 9], 8, 2)}))
+    assert words.chunks == (Chunk("a", 7, 10, 0, (5, 6, 9), True),)
+
+
+def test_without_a_room_the_prefill_side_chooses_one(side: SchedulerSide) -> None:
+    rooms = set()
+    for name in ("a", "b"):
+        request = _prefill(name, 4, None)
+        side.allocated(request, blocks(5), 0)
+        side.allocated(request, blocks(5), 0)  # vLLM may say it twice
+        (chunk,) = side.step(step({name: ([5], 0, 4)})).chunks
+        _, params = side.finished(request, [5])
+        assert params is not None and params["room"] == chunk.room and 0 <= chunk.room < 2**63
+        rooms.add(chunk.room)
+    assert len(rooms) == 2
+
+
+def test_a_load_begins_behind_what_is_here(side: SchedulerSide) -> None:
+    request = _decode()
+    assert side.matched(request, 0) == (10, True) and side.matched(request, 8) == (2, True)
+    assert side.matched(request, 10) == (0, False)
+    side.allocated(request, blocks(3, 8, 1, 4), 6)
+    assert side.step(step()) == StepWords(loads=(Load("b", 7, 2, 10, 1, (8, 1)),))
+    assert side.matched(request, 0) == (0, False), "what fails is computed here"
+    side.allocated(request, blocks(3, 8, 1, 4), 0)
+    assert side.step(step()) == StepWords()
+    side.heard(SimpleNamespace(finished_recving={"b"}))
+    assert side.finished(request, []) == (False, None)
+    assert side.step(step()) == StepWords()
+
+
+def test_a_whole_hit_at_decode_is_told_with_an_empty_load(side: SchedulerSide) -> None:
+    request = _decode(tokens=8)
+    assert side.matched(request, 8) == (0, False)
+    side.allocated(request, blocks(3, 8, 1), 0)
+    assert side.step(step()).loads == (Load("b", 7, 2, 8, 2, ()),)
+    assert side.finished(request, []) == (False, None) and side.step(step()) == StepWords()
+
+
+def test_requests_that_end_early(side: SchedulerSide) -> None:
+    # At decode: before it had blocks, and while they are filled.
+    waiting = _status(_decode("w"), "FINISHED_ABORTED")
+    reason = "the request ended as FINISHED_ABORTED"
+    assert side.finished(waiting, []) == (False, None)
+    assert side.step(step()) == StepWords(rejects=((7, 2, reason),))
+    loading = _decode("l")
+    side.allocated(loading, blocks(3, 8, 1), 10)
+    side.step(step())
+    assert side.finished(_status(loading, "FINISHED_ABORTED"), [3, 8, 1]) == (False, None)
+    assert side.step(step()) == StepWords(aborts=(("l", reason),))
+    # At prefill: before anything went, half-way, and aborted after its prompt was whole.
+    for name, steps, delayed in (("x", [], False), ("y", [(0, 8)], True), ("z", [(0, 8), (8, 2)], True)):
+        request = _prefill(name)
+        side.allocated(request, blocks(5, 6, 9), 0)
+        for computed, tokens in steps:
+            fresh = {name: ([5, 6, 9], computed, tokens)}
+            side.step(step(fresh) if computed == 0 else step(cached={name: (None, computed, tokens)}))
+        assert side.finished(_status(request, "FINISHED_ABORTED"), [5, 6, 9]) == (delayed, None)
+        words = side.step(step())
+        assert words == (StepWords(aborts=((name, reason),)) if delayed else StepWords(rejects=((7, 1, reason),)))
+
+
+@pytest.mark.parametrize("handed", [True, False])
+def test_a_preempted_request_is_given_up_once(side: SchedulerSide, handed: bool) -> None:
+    request = _prefill()
+    side.allocated(request, blocks(5, 6, 9), 0)
+    side.step(step({"a": ([5, 6, 9], 0, 8 if handed else 3)}))
+    words = side.step(step(preempted=("a",)))
+    assert words.preempted == (("a",) if handed else ()) and bool(words.rejects) is not handed
+    assert side.step(step(cached={"a": ([1, 2, 3], 0, 10)}, resumed=("a",))) == StepWords()
+    assert side.finished(request, [1, 2, 3]) == (False, None), "nobody would say that its blocks are sent"
+
+
+def test_requests_without_a_transfer_are_left_alone(side: SchedulerSide) -> None:
+    for params in (None, {}, {"other": 1}):
+        request = Request("n", 8, params)
+        assert side.matched(request, 0) == (0, False)
+        side.allocated(request, blocks(1, 2), 0)
+        assert side.step(step({"n": ([1, 2], 0, 8)})) == StepWords()
+        assert side.finished(request, [1, 2]) == (False, None)
+    for params in ({"do_remote_prefill": True}, {"do_remote_prefill": True, "room": "x"}):
+        with pytest.raises(kt.ArgumentError, match="room"):
+            side.matched(Request("n", 8, params), 0)
+
+
+def test_workers_of_one_instance_have_to_fit(side: SchedulerSide) -> None:
+    ranks = [Handshake(kt.Place(tp_rank=rank, tp_size=2), "nixl", "m", 4) for rank in range(2)]
+    side.met({(0, 0): ranks[0], (0, 1): ranks[1]})
+    assert side.workers[0, 1] is ranks[1]
+    for second in (ranks[0], Handshake(ranks[1].place, "mooncake", "m", 4)):
+        with pytest.raises(kt.ArgumentError, match="2 of them"):
+            side.met({(0, 0): ranks[0], (0, 1): second})
+
+
+def test_settings_come_from_the_extra_config() -> None:
+    config = configuration(engine="nixl", group=2, groups=3, timeouts={"offer": 5.0}, draft=False)
+    settings = Settings.of(config)
+    assert settings.limits_in_time().offer == 5.0 and settings.parts == ("target",)
+    place = place_of(configuration(tp=2, pp=2, rank=3), Settings.of(configuration()))
+    assert (place.pp_rank, place.tp_rank, place.dp_rank) == (1, 1, 0)
+    assert (place_of(config, settings).dp_rank, place_of(config, settings).dp_size) == (2, 3)
+    assert side_of(config) == "prefill" and side_of(configuration("kv_consumer")) == "decode"
+    with pytest.raises(kt.ArgumentError, match="kv_role: 'kv_both'"):
+        side_of(configuration("kv_both"))
+    with pytest.raises(kt.ArgumentError, match=r"enigne: Extra inputs.*use the names directory, engine"):
+        Settings.of(configuration(enigne="nixl"))
+    with pytest.raises(kt.ArgumentError, match="timeouts"):
+        Settings.of(configuration(timeouts={"ofer": 5.0})).limits_in_time()
+    with pytest.raises(kt.UnsupportedLayout, match="group: 3 is not below"):
+        place_of(config, Settings.of(configuration(group=3, groups=3)))
+    shared = configuration()
+    shared.parallel_config.decode_context_parallel_size = 2
+    with pytest.raises(kt.UnsupportedLayout, match="decode_context_parallel_size"):
+        place_of(shared, settings)
+    assert groups(8).kv_cache_groups[0].kv_cache_spec.block_size == 8
