@@ -20,7 +20,8 @@ def side() -> SchedulerSide:
 
 
 def _prefill(name: str = "a", tokens: int = 10, room: int | None = 7) -> Request:
-    params = {"do_remote_decode": True, "do_remote_prefill": False, **({} if room is None else {"room": room})}
+    params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+    params |= {} if room is None else {"room": room}
     return Request(name, tokens, params)
 
 
@@ -139,9 +140,9 @@ def test_requests_without_a_transfer_are_left_alone(side: SchedulerSide) -> None
         side.allocated(request, blocks(1, 2), 0)
         assert side.step(step({"n": ([1, 2], 0, 8)})) == StepWords()
         assert side.finished(request, [1, 2]) == (False, None)
-    for params in ({"do_remote_prefill": True}, {"do_remote_prefill": True, "room": "x"}):
+    for wrong in ({}, {"room": "x"}, {"room": -1}):
         with pytest.raises(kt.ArgumentError, match="room"):
-            side.matched(Request("n", 8, params), 0)
+            side.matched(Request("n", 8, {"do_remote_prefill": True, **wrong}), 0)
 
 
 def test_workers_of_one_instance_have_to_fit(side: SchedulerSide) -> None:

@@ -1,0 +1,334 @@
+"""The workers' halves of vLLM's connector over real senders and receivers: bytes, prefix hits, aborts, losses."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import kv_planner as kp
+import pytest
+from transfer_memory import RankMemory, make_layout, stages, whole
+from transfer_pair import HeldEngine, eventually
+
+import kv_transfer as kt
+from kv_transfer.engines.loopback import LoopbackEngine
+from kv_transfer.integrations.vllm.decode import DecodeWorker
+from kv_transfer.integrations.vllm.prefill import PrefillWorker
+from kv_transfer.integrations.vllm.ready import StepLayers
+from kv_transfer.integrations.vllm.words import Chunk, Load, StepWords
+
+TIMEOUTS = kt.Timeouts(
+    handshake=2.0, offer=1.0, transfer=20, heartbeat_interval=0.05, peer_lost_after=1.0, dead_writer_grace=0.2, drain=1
+)
+LAYER_BY_LAYER = kt.Limits(ready_step_bytes=1)
+PAGE, KERNEL_BLOCKS = 4, 2  # a block of the engine is two pages
+SOURCE, DESTINATION = (3, 1, 6), (5, 2, 4)
+TOKENS = 21  # two blocks of eight and five more: one of them is on the last block's second page
+
+
+class World:
+    """Prefill stages and a decode rank, each with the engine's half around it."""
+
+    def __init__(self, keep: contextlib.ExitStack) -> None:
+        self.keep = keep
+        self.directory = kt.Directory()
+        self.layout = make_layout(page_size=PAGE)
+        self.sources = stages(self.layout, 2)
+        self.target = whole(self.layout)
+        self.engines: list[LoopbackEngine] = []
+        self.prefill: list[PrefillWorker] = []
+        self.prefill_ends: list[kt.PrefillEnd] = []
+
+    def start_prefill(self, memory: RankMemory, engine: type[LoopbackEngine] = LoopbackEngine) -> PrefillWorker:
+        self.engines.append(engine())
+        end = kt.PrefillEnd(
+            memory.manifest, self.engines[-1], self.directory, timeouts=TIMEOUTS, limits=LAYER_BY_LAYER, every=0.02
+        )
+        self.keep.callback(end.close)
+        worker = PrefillWorker(end, KERNEL_BLOCKS, PAGE, TIMEOUTS.offer)
+        self.keep.callback(worker.close)
+        self.prefill_ends.append(end)
+        self.prefill.append(worker)
+        return worker
+
+    def start_decode(self, memory: RankMemory | None = None) -> DecodeWorker:
+        manifest = (memory or self.target).manifest
+        end = kt.DecodeEnd(manifest, kt.create_engine("loopback"), self.directory, timeouts=TIMEOUTS, every=0.02)
+        self.keep.callback(end.close)
+        self.decode_end = end
+        return DecodeWorker(end, KERNEL_BLOCKS, PAGE, TIMEOUTS.handshake)
+
+    def start(self, engine: type[LoopbackEngine] = LoopbackEngine) -> DecodeWorker:
+        for memory in self.sources:
+            self.start_prefill(memory, engine)
+        decode = self.start_decode()
+        self.decode_end.wait_ready(10)
+        for end in self.prefill_ends:
+            end.wait_ready(10)
+        return decode
+
+    def push(self, *chunks: Chunk, ready: Any = None) -> None:
+        for worker in self.prefill:
+            worker.take(StepWords(chunks=chunks), ready)
+
+    def faults(self, blocks: dict[int, int]) -> list[str]:
+        """Of decode pages, when decode block d should hold source block blocks[d]."""
+        return self.target.faults({d * 2 + half: s * 2 + half for d, s in blocks.items() for half in range(2)})
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with contextlib.ExitStack() as keep:
+        yield World(keep)
+
+
+def chunk(name: str = "a", room: int = 7, first: int = 0, count: int = 3, last: bool = True) -> Chunk:
+    return Chunk(name, room, TOKENS, first, SOURCE[first : first + count], last)
+
+
+def load(name: str = "b", room: int = 7, first: int = 0) -> Load:
+    return Load(name, room, 0, TOKENS, first, DESTINATION[first:])
+
+
+def wait_finished(call: Callable[[], set[str]], wanted: set[str], seconds: float = 10.0) -> None:
+    """Requests are reported once each."""
+    found: set[str] = set()
+    deadline = time.monotonic() + seconds
+    while found != wanted:
+        new = call()
+        assert not new & found
+        found |= new
+        assert time.monotonic() < deadline, (found, wanted)
+        time.sleep(0.005)
+
+
+WHOLE = dict(zip(DESTINATION, SOURCE, strict=True))
+
+
+@pytest.mark.parametrize("first", ["decode", "prefill"])
+def test_blocks_arrive_whichever_side_begins(world: World, first: str) -> None:
+    decode = world.start()
+    if first == "decode":
+        decode.take(StepWords(loads=(load(),)))
+    world.push(chunk(count=1, last=False))
+    assert [worker.finished({"a"}) for worker in world.prefill] == [set(), set()]
+    world.push(chunk(first=1, count=2))
+    if first == "prefill":
+        time.sleep(0.05)
+        assert [worker.finished(set()) for worker in world.prefill] == [set(), set()]
+        decode.take(StepWords(loads=(load(),)))
+    wait_finished(decode.finished, {"b"})
+    for worker in world.prefill:
+        wait_finished(lambda own=worker: own.finished(set()), {"a"})  # type: ignore[misc]
+    assert decode.failed_blocks() == set()
+    assert world.faults(WHOLE) == []
+
+
+def test_the_engine_ends_a_request_after_its_blocks_are_sent(world: World) -> None:
+    decode = world.start()
+    decode.take(StepWords(loads=(load(),)))
+    world.push(chunk())
+    wait_finished(decode.finished, {"b"})
+    time.sleep(0.05)
+    for worker in world.prefill:
+        assert worker.finished(set()) == set(), "it may not be reported before the engine has ended it"
+        assert worker.finished({"a", "another"}) == {"a"} and worker.finished(set()) == set()
+
+
+def test_blocks_that_decode_has_are_not_sent(world: World) -> None:
+    decode = world.start()
+    decode.take(StepWords(loads=(load(first=1),)))
+    world.push(chunk(count=2, last=False))
+    world.push(chunk(first=2, count=1))
+    wait_finished(decode.finished, {"b"})
+    assert world.faults({d: s for d, s in WHOLE.items() if d != DESTINATION[0]}) == []
+
+
+def test_a_whole_hit_lets_prefill_go(world: World) -> None:
+    decode = world.start()
+    decode.take(StepWords(loads=(Load("b", 7, 0, TOKENS, 3, ()),)))
+    world.push(chunk())
+    for worker in world.prefill:
+        wait_finished(lambda own=worker: own.finished({"a"}), {"a"})  # type: ignore[misc]
+    assert decode.finished() == set() and world.faults({}) == []
+
+
+def test_layers_go_as_they_are_computed(world: World) -> None:
+    decode = world.start()
+    decode.take(StepWords(loads=(load(),)))
+    marks = StepLayers(None, None)
+    world.push(chunk(), ready=marks)
+    time.sleep(0.1)
+    assert decode.finished() == set() and world.faults({}) == []
+    marks.passed("target", 0)
+    assert marks.wait("target", 0, 1.0) and not marks.wait("target", 1, 0.01)
+    assert eventually(lambda: len(world.faults({})) == 12, 10), "keys and values of layer 0 on six pages"
+    assert all("', 0)" in fault for fault in world.faults({}))
+    waiting = threading.Thread(target=lambda: marks.wait("target", 3, 10.0))
+    waiting.start()
+    marks.passed_all()  # as after a replayed graph: no layer said anything
+    waiting.join(5)
+    assert not waiting.is_alive()
+    wait_finished(decode.finished, {"b"})
+    assert world.faults(WHOLE) == []
+
+
+def test_nobody_asks_and_the_blocks_are_given_back(world: World) -> None:
+    world.start()
+    world.push(chunk())
+    began = time.monotonic()
+    for worker in world.prefill:
+        wait_finished(lambda own=worker: own.finished({"a"}), {"a"})  # type: ignore[misc]
+    assert time.monotonic() - began >= TIMEOUTS.offer * 0.9
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_prefill_gives_a_request_up(world: World, late: bool) -> None:
+    """Decode hears of it at once, also when it asks afterwards, and has to compute all blocks."""
+    decode = world.start()
+    if not late:
+        decode.take(StepWords(loads=(load(),)))
+    world.push(chunk(count=1, last=False))
+    for worker in world.prefill:
+        worker.take(StepWords(aborts=(("a", "aborted by the user"),)), None)
+    if late:
+        decode.take(StepWords(loads=(load(),)))
+    wait_finished(decode.finished, {"b"})
+    assert decode.failed_blocks() == set(DESTINATION) and decode.failed_blocks() == set()
+    for worker in world.prefill:
+        wait_finished(lambda own=worker: own.finished({"a"}), {"a"})  # type: ignore[misc]
+    decode.take(StepWords(loads=(load("c", 8),)))  # the same blocks serve the next request
+    world.push(chunk("d", 8))
+    wait_finished(decode.finished, {"c"})
+    assert world.faults(WHOLE) == []
+
+
+def test_prefill_never_began(world: World) -> None:
+    decode = world.start()
+    decode.take(StepWords(loads=(load(),)))
+    for worker in world.prefill:
+        worker.take(StepWords(rejects=((7, 0, "never scheduled"),)), None)
+    wait_finished(decode.finished, {"b"})
+    assert decode.failed_blocks() == set(DESTINATION)
+
+
+def test_decode_gives_a_request_up_before_it_asked(world: World) -> None:
+    decode = world.start()
+    decode.take(StepWords(rejects=((7, 0, "aborted in the queue"), (9, 5, "of a group that is not there"))))
+    world.push(chunk())
+    began = time.monotonic()
+    for worker in world.prefill:
+        wait_finished(lambda own=worker: own.finished({"a"}), {"a"})  # type: ignore[misc]
+    assert time.monotonic() - began < TIMEOUTS.offer
+
+
+def test_an_aborted_load_is_reported_when_nobody_writes_any_more(world: World) -> None:
+    decode = world.start(HeldEngine)
+    decode.take(StepWords(loads=(load(),)))
+    world.push(chunk())
+    held = [engine for engine in world.engines if isinstance(engine, HeldEngine)]
+    assert eventually(lambda: all(engine.begun for engine in held))
+    decode.take(StepWords(aborts=(("b", "aborted by the user"),)))
+    time.sleep(0.1)
+    assert decode.finished() == set(), "a writer still holds the blocks"
+    assert [worker.finished({"a"}) for worker in world.prefill] == [set(), set()]
+    for engine in held:
+        engine.go.set()
+    wait_finished(decode.finished, {"b"})
+    assert decode.failed_blocks() == set(), "nobody is to compute them"
+    for worker in world.prefill:
+        wait_finished(lambda own=worker: own.finished({"a"}), {"a"})  # type: ignore[misc]
+
+
+def test_a_preempted_request_is_forgotten_and_decode_computes_it(world: World) -> None:
+    decode = world.start()
+    decode.take(StepWords(loads=(load(),)))
+    world.push(chunk(count=2, last=False))
+    for worker in world.prefill:
+        worker.drop(("a", "another"))
+    wait_finished(decode.finished, {"b"})
+    assert decode.failed_blocks() == set(DESTINATION)
+    for worker in world.prefill:
+        assert worker.finished({"a"}) == set()
+
+
+def test_a_dead_prefill_rank_and_its_next_life(world: World) -> None:
+    decode = world.start()
+    decode.take(StepWords(loads=(load(),)))
+    world.push(chunk(count=1, last=False))
+    world.prefill_ends[1].close()
+    wait_finished(decode.finished, {"b"})
+    assert decode.failed_blocks() == set(DESTINATION)
+    decode.take(StepWords(loads=(load("c", 8),)))  # while it is away: at once, and by name
+    wait_finished(decode.finished, {"c"}, 1.5)
+    assert decode.failed_blocks() == set(DESTINATION)
+    wait_finished(lambda: world.prefill[0].finished({"a"}), {"a"})
+    world.prefill = [world.prefill[0], world.start_prefill(world.sources[1])]
+    world.prefill_ends[2].wait_ready(10)
+    world.decode_end.wait_ready(10)
+    decode.take(StepWords(loads=(load("e", 9),)))
+    world.push(chunk("d", 9))
+    wait_finished(decode.finished, {"e"})
+    assert world.faults(WHOLE) == []
+
+
+def test_a_decode_rank_that_dies_is_waited_for_no_longer(world: World) -> None:
+    decode = world.start()
+    decode.take(StepWords(loads=(load(),)))
+    world.push(chunk(count=1, last=False))
+    assert eventually(lambda: {name for name in (0, 3) if f"', {name})" in str(world.faults({}))} == {0, 3})
+    world.decode_end.close()
+    for worker in world.prefill:
+        wait_finished(lambda own=worker: own.finished({"a"}), {"a"})  # type: ignore[misc]
+
+
+def test_prefill_ranks_that_were_never_there(world: World) -> None:
+    decode = world.start_decode()
+    decode.take(StepWords(loads=(load(),)))
+    assert decode.finished() == set()
+    wait_finished(decode.finished, {"b"}, 10)
+    assert decode.failed_blocks() == set(DESTINATION)
+    decode.take(StepWords(loads=(load("c", 8),)))
+    decode.take(StepWords(aborts=(("c", "aborted by the user"),)))
+    assert decode.finished() == {"c"} and decode.failed_blocks() == set()
+
+
+def test_two_decode_ranks_share_the_heads(world: World) -> None:
+    """Each prefill rank serves both; blocks are free when both have them."""
+    prefill = whole(world.layout).fill()
+    halves = [
+        RankMemory(
+            world.layout,
+            {(spec.component, spec.part): list(spec.layer_ids) for spec in world.layout.components},
+            placement=kp.Placement(tp_rank=rank, tp_size=2),
+            head_range=(rank, rank + 1),
+        )
+        for rank in range(2)
+    ]
+    worker = world.start_prefill(prefill)
+    ranks = [world.start_decode(memory) for memory in halves]
+    assert len(world.prefill_ends[0].wait_ready(10)) == 2
+    ranks[0].take(StepWords(loads=(load(),)))
+    world.push(chunk())
+    wait_finished(ranks[0].finished, {"b"})
+    assert worker.finished({"a"}) == set()
+    ranks[1].take(StepWords(loads=(load(),)))
+    wait_finished(ranks[1].finished, {"b"})
+    wait_finished(lambda: worker.finished(set()), {"a"})
+    moved = {d * 2 + half: s * 2 + half for d, s in WHOLE.items() for half in range(2)}
+    for memory in halves:
+        assert memory.faults(moved) == []
+
+
+def test_the_rest_of_a_block_is_not_sent(world: World) -> None:
+    """A prompt that ends on a block's first page leaves its second one as it is."""
+    decode = world.start()
+    decode.take(StepWords(loads=(Load("b", 7, 0, 18, 0, DESTINATION),)))
+    world.push(Chunk("a", 7, 18, 0, SOURCE, True))
+    wait_finished(decode.finished, {"b"})
+    moved = {d * 2 + half: s * 2 + half for d, s in WHOLE.items() for half in range(2)}
+    moved.pop(DESTINATION[2] * 2 + 1)
+    assert world.target.faults(moved) == []
