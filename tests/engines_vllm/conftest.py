@@ -6,11 +6,15 @@ Run by the session `engines_vllm`, in an environment of its own.
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
+from pathlib import Path
 
 import ascend_emulator
 import pytest
 from kv_pool.integrations import vllm as integration
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 ascend_emulator.install(check_order=True)
 

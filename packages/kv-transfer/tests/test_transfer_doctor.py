@@ -68,10 +68,14 @@ def _cli(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_line() -> None:
     done = _cli("doctor", "--engine", "nixl", "--engine", "loopback")
     assert done.returncode == 0, done.stdout + done.stderr
-    for word in ("nixl", "loopback", "MC_LOG_LEVEL", "shared memory", "ready"):
+    for word in ("nixl", "loopback", "MC_LOG_LEVEL", "set here", "shared memory", "ready: nixl can move K/V"):
         assert word in done.stdout
+    done = _cli("doctor", "--engine", "loopback")
+    assert done.returncode == 1 and "not ready: no engine that was tried reaches other processes" in done.stdout
     done = _cli("doctor", "--engine", "loopback", "--json")
     assert done.returncode == 1
     assert [item["name"] for item in json.loads(done.stdout)["engines"]] == ["loopback"]
+    done = _cli("doctor", "--engine", "loopback", "--ports", "7-x")
+    assert done.returncode == 2 and "7701-7708" in done.stderr
     done = _cli("doctor", "--engine", "rdma")
     assert done.returncode == 2 and "loopback, memfabric, mooncake, nixl" in done.stderr

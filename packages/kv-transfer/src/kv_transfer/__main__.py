@@ -16,7 +16,7 @@ except ModuleNotFoundError as error:
 
 from kv_transfer.directory import Directory
 from kv_transfer.directory_service import DirectoryServer
-from kv_transfer.doctor import Report, examine
+from kv_transfer.doctor import EngineReport, Report, examine
 from kv_transfer.explain import explain as explain_sides
 from kv_transfer.explain import read_side
 from kv_transfer.picture import draw
@@ -35,14 +35,16 @@ def doctor(
     engine: Annotated[list[str] | None, typer.Option(help="Only these engines; may be given several times.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     seconds: Annotated[float, typer.Option(min=1.0, help="Most time for one engine.")] = 30.0,
+    host: Annotated[str | None, typer.Option(help="Address that ends will listen on; all by default.")] = None,
+    ports: Annotated[str, typer.Option(help="Ports that they will have there, such as 7701-7708.")] = "",
 ) -> None:
-    """Tries every engine with real bytes, and looks at ports, limits, shared memory and settings.
+    """Tries every engine with real bytes, and looks at ports, limits, shared memory, versions and settings.
 
     Exits with 0 when an engine reaches other processes and nothing is a problem, with 1 otherwise, with 2 for a name
     that is no engine.
     """
     _require_names(engine)
-    report = examine(tuple(engine) if engine else None, seconds=seconds)
+    report = examine(tuple(engine) if engine else None, seconds=seconds, host=host, ports=_port_range(ports))
     if as_json:
         typer.echo(report.model_dump_json(indent=2))
     else:
@@ -113,21 +115,47 @@ def _require_names(engine: list[str] | None) -> None:
         raise typer.BadParameter(f"{', '.join(unknown)}: expected some of {', '.join(engine_names())}")
 
 
+def _port_range(text: str) -> range:
+    first, _, last = text.partition("-")
+    if not text:
+        return range(0)
+    if not (first.isdecimal() and (last or first).isdecimal() and 0 < int(first) <= int(last or first) < 1 << 16):
+        raise typer.BadParameter(f"{text!r}: expected a port or two with a dash between, such as 7701-7708")
+    return range(int(first), int(last or first) + 1)
+
+
 def _show(console: Console, report: Report) -> None:
-    engines = Table("engine", "works", "other processes", "MB/s", "problem", title="Engines", title_justify="left")
+    engines = Table("engine", "works", "other processes", "MB/s", "remark", title="Engines", title_justify="left")
     for item in report.engines:
         rate = "" if item.megabytes_per_second is None else f"{item.megabytes_per_second:.0f}"
-        words = ("yes" if item.works else "no", "yes" if item.cross_process else "no")
-        engines.add_row(item.name, *words, rate, item.problem)
+        words = ("yes", "yes" if item.cross_process else "no") if item.works else ("no", "")
+        engines.add_row(item.name, *words, rate, item.problem or _remark(item))
     console.print(engines)
     machine = Table("", "", "", title="Machine", title_justify="left", show_header=False)
     for finding in report.findings:
         machine.add_row(finding.level, finding.subject, finding.text)
-    for name, value in report.settings.items():
-        machine.add_row("set", name, value)
     console.print(machine)
+    settings = Table("variable", "value", "from", title="Settings that engines read", title_justify="left")
+    for name, setting in report.settings.items():
+        settings.add_row(name, setting.value, setting.origin)
+    console.print(settings)
     console.print(f"control messages: version {report.protocol}; Python {report.python}")
-    console.print("ready" if report.ok else "not ready", style="green" if report.ok else "red")
+    console.print(_verdict(report), style="green" if report.ok else "red")
+
+
+def _remark(item: EngineReport) -> str:
+    return "" if item.cross_process else "with shared=True it reaches other processes of this host"
+
+
+def _verdict(report: Report) -> str:
+    """Ready with which engines, or what stands in the way."""
+    if report.ok:
+        names = [item.name for item in report.engines if item.works and item.cross_process]
+        return f"ready: {', '.join(names)} can move K/V between processes"
+    reasons = [f"{finding.subject}: {finding.text}" for finding in report.findings if finding.level == "problem"]
+    if not any(item.works and item.cross_process for item in report.engines):
+        reasons.append("no engine that was tried reaches other processes")
+    return "not ready: " + "; ".join(reasons)
 
 
 if __name__ == "__main__":

@@ -10,20 +10,17 @@ import copy
 import json
 import os
 import platform
-import resource
-import shutil
-import socket
+import re
 import subprocess
 import sys
 import time
-from typing import Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from kv_transfer.engine import TransferEngine, TransferState, wait_batch
 from kv_transfer.errors import TransferError
-from kv_transfer.isolation import current_isolation
+from kv_transfer.machine import Finding, Setting, effective_settings, findings
 from kv_transfer.messages import PROTOCOL_VERSION
 from kv_transfer.registry import create_engine, engine_names
 
@@ -34,8 +31,6 @@ _BLOCKS = 64
 _SMALL_BLOCKS, _SMALL_BYTES = 512, 4096
 _SECONDS = 30.0
 _Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
-_PREFIXES = ("MC_", "UCX_", "NIXL_", "MEMFABRIC_", "ASCEND_", "HCCL_")
-_SHARED_MEMORY = "/dev/shm"
 
 
 class _Data(BaseModel):
@@ -62,29 +57,21 @@ class EngineReport(_Data):
     problem: str = ""
 
 
-class Finding(_Data):
-    """One fact about the machine, and whether transfers can live with it."""
-
-    level: Literal["ok", "note", "problem"]
-    subject: str
-    text: str
-
-
 class Report(_Data):
     """Everything that was looked at.
 
     Attributes:
         protocol: Version of the control messages.
         engines: One report an engine that is known by name.
-        findings: Ports, limits, shared memory, isolation.
-        settings: Environment variables that the engines read and that are set here.
+        findings: Isolation, ports, host name, limits, shared memory, versions, settings that cannot work.
+        settings: Environment variables that the engines read, with what counts here.
     """
 
     protocol: int
     python: str
     engines: tuple[EngineReport, ...]
     findings: tuple[Finding, ...]
-    settings: dict[str, str]
+    settings: dict[str, Setting]
 
     @property
     def ok(self) -> bool:
@@ -93,20 +80,28 @@ class Report(_Data):
         return reaches and all(finding.level != "problem" for finding in self.findings)
 
 
-def examine(engines: tuple[str, ...] | None = None, *, seconds: float = _SECONDS) -> Report:
+def examine(
+    engines: tuple[str, ...] | None = None,
+    *,
+    seconds: float = _SECONDS,
+    host: str | None = None,
+    ports: range = range(0),
+) -> Report:
     """Look at this machine.
 
     Args:
         engines: Names to try; all that are known by default.
         seconds: Most time for one engine.
+        host: Address that ends are to listen on; every address of this machine by default.
+        ports: Ports that they are to have there, such as range(7701, 7709); any free one by default.
     """
     names = engine_names() if engines is None else engines
     return Report(
         protocol=PROTOCOL_VERSION,
         python=platform.python_version(),
         engines=tuple(_try_apart(name, seconds) for name in names),
-        findings=(_isolation(), _ports(), _locked_memory(), _open_files(), _shared_memory()),
-        settings={name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},
+        findings=findings(host, ports),
+        settings=effective_settings(os.environ),
     )
 
 
@@ -129,7 +124,8 @@ def _try(name: str) -> EngineReport:
         try:
             writer, reader = create_engine(name), create_engine(name)
         except TypeError as error:
-            problem = f"it cannot be made without options, which are its deployment's: {error}"
+            needed = ", ".join(re.findall(r"'(\w+)'", str(error))) or str(error)
+            problem = f"not tried: it needs options of a deployment ({needed})"
             return EngineReport(name=name, works=False, problem=problem)
         try:
             source = np.random.default_rng(0).integers(0, 256, _BYTES, dtype=np.uint8)
@@ -196,49 +192,6 @@ class _Blocks:
         found.source, found.destination = self.source[first:last], self.destination[first:last]
         found.nbytes = self.nbytes[first:last]
         return found
-
-
-def _isolation() -> Finding:
-    now = current_isolation()
-    if now.isolated:
-        return Finding(level="ok", subject="network", text=now.detail)
-    text = (
-        f"{now.detail}; mooncake and nixl listen on every interface without asking who writes: keep their ports inside "
-        f"a trusted network, or run under python -m kv_transfer.isolation"
-    )
-    return Finding(level="note", subject="network", text=text)
-
-
-def _ports() -> Finding:
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            return Finding(level="ok", subject="ports", text=f"loopback gives ports, such as {server.getsockname()[1]}")
-    except OSError as error:
-        return Finding(level="problem", subject="ports", text=f"no port on 127.0.0.1: {error}")
-
-
-def _locked_memory() -> Finding:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        return Finding(level="ok", subject="locked memory", text="no limit")
-    text = f"at most {soft >> 20} MiB can be pinned (ulimit -l); RDMA registration needs the whole pool, TCP nothing"
-    return Finding(level="note", subject="locked memory", text=text)
-
-
-def _open_files() -> Finding:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    level: Literal["ok", "note"] = "ok" if soft >= 4096 else "note"
-    return Finding(level=level, subject="open files", text=f"limit {soft}, can be raised to {hard} (ulimit -n)")
-
-
-def _shared_memory() -> Finding:
-    try:
-        usage = shutil.disk_usage(_SHARED_MEMORY)
-    except OSError as error:
-        return Finding(level="note", subject="shared memory", text=f"{_SHARED_MEMORY} cannot be used: {error}")
-    level: Literal["ok", "note"] = "ok" if usage.free >= 1 << 30 else "note"
-    text = f"{usage.free >> 20} of {usage.total >> 20} MiB free in {_SHARED_MEMORY}"
-    return Finding(level=level, subject="shared memory", text=text)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,176 @@
+"""Prefill to decode through vLLM's own scheduler and connector calls: two processes, K/V on the emulated NPU or a CPU.
+
+The decode instance runs here, the prefill instance in a process of its own; they find each other in a directory and
+move bytes with NIXL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import kv_transfer as kt
+import pytest
+from engines_vllm_instance import BLOCKS, Instance
+
+FOLDER = Path(__file__).parent
+START = "import conftest, runpy; runpy.run_path('engines_vllm_instance.py', run_name='__main__')"
+WAIT = 60.0
+PROMPT = [(7 * index + 3) % 997 for index in range(300)]  # two blocks of 128 and a rest; two steps of prefill
+pytestmark = pytest.mark.timeout(900)  # a second process imports the engine
+FREE = BLOCKS - 1  # block 0 is vLLM's null block
+
+
+class Prefill:
+    """The prefill process."""
+
+    def __init__(self) -> None:
+        self.popen = subprocess.Popen(
+            [sys.executable, "-c", START],
+            cwd=FOLDER,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def read(self) -> dict[str, Any]:
+        assert self.popen.stdout is not None
+        for line in self.popen.stdout:
+            if line.startswith("{"):  # vLLM logs to the same place
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        raise AssertionError(f"the prefill process ended with {self.popen.wait()}")
+
+    def call(self, do: str, **arguments: Any) -> dict[str, Any]:
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self.popen.stdin.flush()
+        return self.read()
+
+    def end(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+        for pipe in (self.popen.stdin, self.popen.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def until(self, what: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        deadline = time.monotonic() + WAIT
+        while not what(answer := self.call("run", steps=1)):
+            assert time.monotonic() < deadline, answer
+        return answer
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[kt.DirectoryServer]:
+    with kt.DirectoryServer() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[list[Prefill]]:
+    """One process is enough for all tests that leave it alive."""
+    made: list[Prefill] = []
+    yield made
+    for process in made:
+        process.end()
+
+
+@pytest.fixture
+def prefill(processes: list[Prefill]) -> Prefill:
+    alive = [process for process in processes if process.popen.poll() is None]
+    if alive:
+        return alive[0]
+    processes.append(Prefill())
+    assert processes[-1].read() == {"up": True}
+    return processes[-1]
+
+
+@pytest.fixture(params=["ascend", "first", "blocks first"])
+def sides(
+    request: pytest.FixtureRequest, server: kt.DirectoryServer, prefill: Prefill
+) -> Iterator[tuple[Prefill, Instance]]:
+    """Both sides anew, ready to transfer. The arrangement of a side's tensors is its own business."""
+    kinds = {"ascend": "ascend", "first": "first", "blocks first": "ascend"}
+    prefill.call("start", role="kv_producer", directory=server.endpoint, kind=kinds[request.param])
+    decode = Instance("kv_consumer", server.endpoint, request.param)
+    decode.worker._ends[0].wait_ready(WAIT)
+    yield prefill, decode
+    decode.close()
+
+
+def until(decode: Instance, what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT
+    while not what():
+        decode.step()
+        assert time.monotonic() < deadline, (decode.ended, decode.loaded)
+        time.sleep(0.001)
+
+
+def test_requests_from_prefill_to_decode(sides: tuple[Prefill, Instance]) -> None:
+    prefill, decode = sides
+    # Routers that ask one side after the other: the prefill side keeps the blocks until they are fetched.
+    prefill.call("submit", name="p1", tokens=PROMPT, params={"do_remote_decode": True})
+    answer = prefill.until(lambda answer: "p1" in answer["ended"])
+    params = answer["answers"]["p1"]
+    assert params["do_remote_prefill"] and answer["free"] == FREE - 3 and not answer["idle"]
+    decode.submit("d1", PROMPT, params, outputs=3)
+    until(decode, lambda: "d1" in decode.ended)
+    assert decode.loaded["d1"] == len(PROMPT) - 1 and decode.faults == []
+    prefill.until(lambda answer: answer["idle"] and answer["free"] == FREE)
+
+    # Routers that ask both at once: layers go while later ones are computed. The first block is a prefix hit at decode.
+    tokens = PROMPT[:128] + [5, 6, 7] * 60
+    decode.submit("d2", tokens, {"do_remote_prefill": True, "room": 2, "prefill_group": 0})
+    decode.step()
+    prefill.call("submit", name="p2", tokens=tokens, params={"do_remote_decode": True, "room": 2})
+    until(decode, lambda: prefill.call("run", steps=1)["idle"] and "d2" in decode.ended)
+    assert decode.loaded["d2"] == len(tokens) - 1 and decode.faults == []
+
+    # All of the prompt but its last token is here: nothing is sent, and prefill is told so.
+    prefill.call("submit", name="p3", tokens=PROMPT[:256], params={"do_remote_decode": True})
+    params = prefill.until(lambda answer: "p3" in answer["ended"])["answers"]["p3"]
+    decode.submit("d3", PROMPT[:256], params)
+    until(decode, lambda: "d3" in decode.ended)
+    prefill.until(lambda answer: answer["idle"])
+    assert decode.faults == []
+
+    # Aborts: at decode before the blocks come, at prefill after its first chunk.
+    decode.submit("d4", PROMPT[::-1], {"do_remote_prefill": True, "room": 4, "prefill_group": 0})
+    decode.step()
+    decode.abort("d4")
+    until(decode, lambda: decode.free_blocks == FREE)
+    decode.submit("d5", PROMPT[3:], {"do_remote_prefill": True, "room": 5, "prefill_group": 0}, outputs=2)
+    decode.step()
+    prefill.call("submit", name="p5", tokens=PROMPT[3:], params={"do_remote_decode": True, "room": 5})
+    prefill.call("run", steps=1)
+    prefill.call("abort", name="p5")
+    until(decode, lambda: prefill.call("run", steps=1)["idle"] and "d5" in decode.ended)
+    assert decode.loaded["d5"] == 0 and "length" in decode.ended["d5"].lower(), "it is computed here, from the start"
+    assert decode.free_blocks == FREE and prefill.call("run", steps=1)["free"] == FREE
+    until(decode, lambda: decode.is_idle)
+    assert decode.faults == [] and prefill.call("run", steps=1)["faults"] == []
+
+
+def test_a_dead_prefill_instance_costs_computation_not_answers(server: kt.DirectoryServer, prefill: Prefill) -> None:
+    prefill.call("start", role="kv_producer", directory=server.endpoint, kind="first")
+    decode = Instance("kv_consumer", server.endpoint, "first")
+    decode.worker._ends[0].wait_ready(WAIT)
+    decode.submit("d6", PROMPT, {"do_remote_prefill": True, "room": 6, "prefill_group": 0}, outputs=2)
+    decode.step()
+    prefill.call("submit", name="p6", tokens=PROMPT, params={"do_remote_decode": True, "room": 6})
+    prefill.call("run", steps=1)
+    prefill.popen.kill()
+    prefill.popen.wait()
+    until(decode, lambda: "d6" in decode.ended)
+    decode.submit("d7", PROMPT[1:], {"do_remote_prefill": True, "room": 7, "prefill_group": 0}, outputs=2)
+    until(decode, lambda: "d7" in decode.ended)
+    assert decode.loaded == {"d6": 0, "d7": 0} and decode.faults == [] and decode.free_blocks == FREE
+    decode.close()

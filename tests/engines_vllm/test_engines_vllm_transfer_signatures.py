@@ -1,0 +1,79 @@
+"""The connector has the calls of the installed vLLM, with its arguments; a change of the engine fails here first."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+
+import kv_transfer as kt
+import pytest
+from kv_transfer.integrations import vllm as integration
+from kv_transfer.integrations.vllm.connector import Connector
+from kv_transfer.integrations.vllm.words import Chunk, Handshake, StepWords
+from vllm.config.kv_transfer import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    supports_hma,
+)
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
+# What vLLM's base has and the connector leaves as it is, each for a reason that its documentation gives.
+LEFT = {
+    "bind_connector_metadata", "bind_gpu_block_pool", "build_connector_worker_meta", "build_kv_connector_stats",
+    "build_prom_metrics", "clear_connector_metadata", "get_finished_count", "get_kv_connector_kv_cache_events",
+    "get_kv_connector_stats", "get_required_kvcache_layout", "has_connector_metadata", "on_new_request",
+    "prefer_cross_layer_blocks", "register_cross_layers_kv_cache", "requires_piecewise_for_cudagraph", "reset_cache",
+    "role", "set_host_xfer_buffer_ops", "take_events",
+}  # fmt: skip
+
+
+def test_every_call_is_answered_with_the_engines_arguments() -> None:
+    ours = integration.KvTransferConnector
+    assert issubclass(ours, KVConnectorBase_V1) and not inspect.isabstract(ours)
+    theirs = {name for name in vars(KVConnectorBase_V1) if not name.startswith("_")}
+    own = {name for name in vars(Connector) if not name.startswith("_")}
+    assert theirs == own | LEFT and not own & LEFT
+    for name in sorted(own | {"__init__"}):
+        wanted = list(inspect.signature(getattr(KVConnectorBase_V1, name)).parameters)
+        assert list(inspect.signature(getattr(Connector, name)).parameters) == wanted, name
+    assert KVConnectorBase_V1.__abstractmethods__ <= own
+    assert not supports_hma(ours), "vLLM then gives all layers one group, which is what is moved"
+    assert ours.get_required_kvcache_layout.__func__ is KVConnectorBase_V1.get_required_kvcache_layout.__func__
+
+
+def test_fields_that_are_read_are_there() -> None:
+    def fields(kind: type) -> set[str]:
+        return set(kind.__dataclass_fields__)
+
+    assert {"req_id", "block_ids", "num_computed_tokens"} <= fields(NewRequestData)
+    assert {"req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"} <= fields(CachedRequestData)
+    assert {
+        "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "preempted_req_ids",
+    } <= fields(SchedulerOutput)  # fmt: skip
+    assert "finished_recving" in fields(KVConnectorOutput)
+    assert {
+        "kv_role", "kv_ip", "engine_id", "kv_connector_extra_config",
+    } <= fields(KVTransferConfig)  # fmt: skip
+    assert {"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"} <= set(RequestStatus.__members__)
+    assert {role.name for role in KVConnectorRole} == {"SCHEDULER", "WORKER"}
+
+
+def test_what_crosses_processes_can_be_pickled_and_is_the_engines() -> None:
+    words = StepWords((Chunk("a", 1, 2, 0, (3,), True),))
+    shake = Handshake(kt.Place(), "nixl", "m", 4)
+    assert pickle.loads(pickle.dumps(words)) == words and pickle.loads(pickle.dumps(shake)) == shake
+    assert pickle.loads(pickle.dumps(integration.KvTransferConnector)) is integration.KvTransferConnector
+    assert isinstance(words, KVConnectorMetadata) and isinstance(shake, KVConnectorHandshakeMetadata)
+
+
+def test_the_factory_knows_it_after_it_was_registered() -> None:
+    integration.register()
+    assert KVConnectorFactory.get_connector_class_by_name("KvTransferConnector") is integration.KvTransferConnector
+    with pytest.raises(ValueError, match="already registered"):
+        integration.register()
