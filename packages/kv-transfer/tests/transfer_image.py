@@ -24,13 +24,33 @@ def _own(nbytes: int) -> npt.NDArray[np.uint8]:
     return np.empty(nbytes, np.uint8)
 
 
-@functools.lru_cache(maxsize=512)
+_Labels = list[tuple[int, Label]]
+
+
+class _Template:
+    """A rank at made-up addresses, and what its bytes are; both are alike wherever its memory is."""
+
+    def __init__(self, manifest: kp.RankManifest) -> None:
+        self.manifest = manifest
+        self.labels = label_bytes(manifest)
+        self.kinds: dict[kp.ItemKind, dict[int, _Labels]] = {"page": {}, "request_row": {}}
+        specs = {(own.component, own.part): own.item_kind for own in manifest.layout.components}
+        for offset, label in self.labels.items():
+            self.kinds[specs[label.component, label.part]].setdefault(label.item, []).append((offset, label))
+
+    @functools.cached_property
+    def bytes(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+        """Where the bytes of a filled rank are, and which."""
+        count = len(self.labels)
+        values = (byte_of(label) for label in self.labels.values())
+        return np.fromiter(self.labels, np.int64, count), np.fromiter(values, np.uint8, count)
+
+
+@functools.lru_cache(maxsize=256)
 def _template(
     layout: kp.ModelLayout, layer_ids: tuple[int, ...], place: kp.Placement, items: int, padding: int
-) -> tuple[kp.RankManifest, dict[int, Label]]:
-    """A rank at made-up addresses, and what its bytes are; both are alike wherever its memory is."""
-    manifest = build_rank(layout, layer_ids, place, items=items, padding=padding)
-    return manifest, label_bytes(manifest)
+) -> _Template:
+    return _Template(build_rank(layout, layer_ids, place, items=items, padding=padding))
 
 
 class Image:
@@ -55,7 +75,8 @@ class Image:
         padding: int = 0,
         allocate: Callable[[int], npt.NDArray[np.uint8]] = _own,
     ) -> None:
-        template, self._labels = _template(layout, tuple(layer_ids), place or kp.Placement(), items, padding)
+        self._template = _template(layout, tuple(layer_ids), place or kp.Placement(), items, padding)
+        template = self._template.manifest
         end = max((entry.address + entry.nbytes for entry in template.entries), default=0)
         self.arena = allocate(end + 64)
         self.arena[:] = EMPTY
@@ -81,8 +102,8 @@ class Image:
         )
 
     def fill(self) -> Image:
-        for offset, label in self._labels.items():
-            self.arena[offset] = byte_of(label)
+        offsets, values = self._template.bytes
+        self.arena[offsets] = values
         return self
 
     def faults(self, expected: Mapping[int, Label]) -> list[str]:
@@ -94,19 +115,14 @@ class Image:
         wrong = np.flatnonzero(wanted != self.arena)
         return [f"byte {int(at)}: {self.arena[at]}, expected {wanted[at]}" for at in wrong[:8]]
 
-    def labels(self) -> dict[int, Label]:
-        """What each byte is, by address."""
-        base = int(self.arena.ctypes.data)
-        return {base + offset: label for offset, label in self._labels.items()}
-
     def expected(self, pages: Mapping[int, int], rows: Mapping[int, int] | None = None) -> dict[int, Label]:
         """What it holds when destination page d has source page pages[d], and row r source row rows[r]."""
-        found = {}
-        for address, label in self.labels().items():
-            kind = self.manifest.layout.spec(label.component, label.part).item_kind
-            moved = pages if kind == "page" else rows or {}
-            if label.item in moved:
-                found[address] = label._replace(item=moved[label.item])
+        base, found = int(self.arena.ctypes.data), {}
+        moved: dict[kp.ItemKind, Mapping[int, int]] = {"page": pages, "request_row": rows or {}}
+        for kind, items in moved.items():
+            for item, source in items.items():
+                for offset, label in self._template.kinds[kind].get(item, ()):
+                    found[base + offset] = label._replace(item=source)
         return found
 
     def expected_share(
@@ -117,27 +133,26 @@ class Image:
         Page k of the request lies on rank k % size, in page destination[k // size], or on all in the group's page. With
         `tokens`, token t of them lies on rank t % size instead, as its token t // size.
         """
-        layout, place = self.manifest.layout, self.manifest.placement
-        size, rank, page_size = place.dcp_size, place.dcp_rank, layout.page_size
+        place, page_size = self.manifest.placement, self.manifest.layout.page_size
+        size, rank = place.dcp_size, place.dcp_rank
         pages = {destination[k // size]: page for k, page in enumerate(source) if k % size == rank}
         everywhere = {destination[k // size] * size + k % size: page for k, page in enumerate(source)}
         slots = {}
         for t in range(rank, tokens or 0, size):
-            place_, slot = divmod(t // size, page_size)
-            slots[destination[place_], slot] = (source[t // page_size], t % page_size)
-        found = {}
-        for address, label in self.labels().items():
-            if layout.spec(label.component, label.part).item_kind != "page":
-                continue
-            if label.part == "draft" or label.component in ("index_key", "index_scale"):
-                if label.item in everywhere:
-                    found[address] = label._replace(item=everywhere[label.item])
-            elif tokens is not None:
-                if (label.item, label.token) in slots:
-                    item, token = slots[label.item, label.token]
-                    found[address] = label._replace(item=item, token=token)
-            elif label.item in pages:
-                found[address] = label._replace(item=pages[label.item])
+            page, slot = divmod(t // size, page_size)
+            slots[destination[page], slot] = (source[t // page_size], t % page_size)
+        base, found = int(self.arena.ctypes.data), {}
+        for item in {*destination, *everywhere}:
+            for offset, label in self._template.kinds["page"].get(item, ()):
+                if label.part == "draft" or label.component in ("index_key", "index_scale"):
+                    if item in everywhere:
+                        found[base + offset] = label._replace(item=everywhere[item])
+                elif tokens is not None:
+                    if (item, label.token) in slots:
+                        from_item, token = slots[item, label.token]
+                        found[base + offset] = label._replace(item=from_item, token=token)
+                elif item in pages:
+                    found[base + offset] = label._replace(item=pages[item])
         return found
 
 

@@ -1,73 +1,74 @@
-"""Byte-exact transfers between two real processes, one with all prefill ranks and one with all decode ranks.
+"""The matrix of transfers: what a model keeps, how both sides share it, and which bytes must be where afterwards.
 
-`python transfer_matrix.py ENGINE COUNT SEED` runs COUNT cases of the matrix (0: all) and exits with 0 when every
-byte of every decode rank was as it should be, and every refusal was the named one. A role word starts one of its two
-processes instead.
+Pure: cases, their layouts, and covering sets of them. `transfer_ranks.py` runs them between processes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-import json
 import random
-import subprocess
-import sys
-from collections import Counter
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import kv_planner as kp
-from transfer_image import Image, side
 
-import kv_transfer as kt
-
-LAYERS, ITEMS = 6, 9
-SOURCE, DESTINATION = [7, 3, 4], [2, 5, 6]
-SOURCE_ROW, DESTINATION_ROW = 3, 5
-TIMEOUTS = kt.Timeouts(handshake=20, offer=20, transfer=30, heartbeat_interval=0.5, peer_lost_after=20)
-OPTIONS: dict[str, dict[str, Any]] = {"loopback": {"shared": True}, "mooncake": {"transfer_timeout": 10.0}}
-LIMITS = kt.Limits(ready_step_bytes=40)  # a layer or two at a time
+LAYERS, PAGES = 6, 3
 TARGET: tuple[kp.Part, ...] = ("target",)
+KINDS = ("mha1", "mha2", "mha8", "mha3", "mla", "mla+index", "hybrid", "window", "compressed")
+PIPELINES = tuple(itertools.product((1, 2, 3), (1, 2)))
+TENSORS = tuple(itertools.product((1, 2, 4), (1, 2, 4)))
+DRAFTS = tuple(itertools.product((0, 1, 3), (0, 1, 3)))
+SIZES = (1, 2, 4)
+Share = tuple[int, Literal["page", "token"]]
+SHARES: tuple[Share, ...] = ((1, "page"), (2, "page"), (2, "token"), (3, "page"))
+GROUPS = ((1, 1), (2, 1), (1, 2), (2, 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """One group of pages of a case."""
+
+    layout: kp.ModelLayout
+    window: int | None = None
+
+    @property
+    def has_pages(self) -> bool:
+        return any(spec.item_kind == "page" for spec in self.layout.components)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One cell: what a model keeps, and how both sides share it."""
+    """One cell. Pairs are (prefill, decode).
+
+    Attributes:
+        kind: What the model keeps; one of `KINDS`.
+        page_size: Tokens of a page; other ones in groups of their own geometry.
+        pp: Pipeline stages.
+        tp: Tensor-parallel ranks.
+        draft: Draft layers.
+        share: Context-parallel ranks of decode, and what is dealt out to them.
+        dp: Data-parallel groups; each one of the larger side has a request of its own.
+    """
 
     kind: str
-    heads: int
     page_size: int
     pp: tuple[int, int]
     tp: tuple[int, int]
     draft: tuple[int, int]
+    share: Share = (1, "page")
+    dp: tuple[int, int] = (1, 1)
 
-    def layout(self, here: int) -> kp.ModelLayout:
-        layers, draft = list(range(LAYERS)), list(range(LAYERS, LAYERS + self.draft[here]))
-        specs = []
-        for part, ids in (("target", layers), ("draft", draft)):
-            if not ids:
-                continue
-            common: dict[str, Any] = {"part": part, "dtype": "uint8"}
-            if self.kind == "mha":
-                specs += [
-                    kp.ComponentSpec("key", layer_ids=ids, total_heads=self.heads, dims=3, **common),
-                    kp.ComponentSpec("value", layer_ids=ids, total_heads=self.heads, dims=2, **common),
-                ]
-            elif self.kind.startswith("mla"):
-                specs.append(kp.ComponentSpec("latent", layer_ids=ids, total_heads=1, dims=3, **common))
-                specs.append(kp.ComponentSpec("rope", layer_ids=ids, total_heads=1, dims=2, **common))
-                if self.kind == "mla+index" and part == "target":
-                    specs.append(kp.ComponentSpec("index_key", layer_ids=ids[1::2], total_heads=1, dims=2, **common))
-                    specs.append(kp.ComponentSpec("index_scale", layer_ids=ids[1::2], total_heads=1, dims=1, **common))
-            else:
-                specs.append(kp.ComponentSpec("key", layer_ids=ids[1::2] or ids, total_heads=2, dims=3, **common))
-                specs.append(kp.ComponentSpec("value", layer_ids=ids[1::2] or ids, total_heads=2, dims=2, **common))
-                if part == "target":
-                    states: dict[str, Any] = {"rows": 3, "groups": [1, 1, 2], "item_kind": "request_row"}
-                    specs.append(
-                        kp.ComponentSpec("state", layer_ids=ids[::2], total_heads=4, dims=4, **common, **states)
-                    )
-        return kp.ModelLayout(specs, page_size=self.page_size, fingerprint=self.kind)
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Case:
+        """From JSON."""
+        known: dict[str, Any] = {name: tuple(own) if isinstance(own, list) else own for name, own in fields.items()}
+        return cls(**known)
+
+    @property
+    def heads(self) -> int:
+        return int(self.kind[3:]) if self.kind.startswith("mha") else 2
 
     @property
     def parts(self) -> tuple[kp.Part, ...]:
@@ -75,199 +76,179 @@ class Case:
         return TARGET if 0 in self.draft else ("target", "draft")
 
     @property
-    def refused(self) -> bool:
-        """Heads that do not split evenly, or drafts of unlike depth."""
-        unlike = 0 not in self.draft and self.draft[0] != self.draft[1]
-        return unlike or (self.kind == "mha" and any(max(tp, self.heads) % min(tp, self.heads) for tp in self.tp))
+    def refused(self) -> str:
+        """What the text of the refusal names; empty where there is none."""
+        if self.kind.startswith("mha") and any(max(tp, self.heads) % min(tp, self.heads) for tp in self.tp):
+            return "heads"
+        if 0 not in self.draft and self.draft[0] != self.draft[1]:
+            return "draft"
+        return "dealt out" if self.kind == "compressed" and self.share[1] == "token" else ""
+
+    @property
+    def connections(self) -> int:
+        """Senders over all requests: what the case costs."""
+        return self.pp[0] * self.tp[0] * self.pp[1] * self.tp[1] * self.share[0] * max(self.dp)
+
+    @property
+    def tokens(self) -> int:
+        """Of each request; the last page is not full where pages hold several tokens."""
+        return 2 * 128 + 5 if self.kind == "compressed" else PAGES * self.page_size - (self.page_size > 1)
+
+    def items(self, here: int) -> int:
+        """Items of every buffer: as many as there are page numbers, of all ranks that share a request."""
+        return 8 * self.share[0] + 1 if here else 9
+
+    @property
+    def padding(self) -> int:
+        """Bytes between pages at decode; tokens are dealt out only where there are none."""
+        return 0 if self.share[1] == "token" else 3
+
+    def groups(self, here: int) -> dict[str, Group]:
+        """The groups of a side: 0 prefill, 1 decode."""
+        return _groups(self.kind, self.page_size, self.draft[here], self.heads)
 
 
-def cases() -> list[Case]:
-    kinds = [("mha", 1), ("mha", 2), ("mha", 8), ("mha", 3), ("mla", 1), ("mla+index", 1), ("hybrid", 2)]
-    pipelines = itertools.product((1, 2, 3), (1, 2))
-    tensors = list(itertools.product((1, 2, 4), (1, 2, 4)))
-    drafts = itertools.cycle(itertools.product((0, 1, 3), (0, 1, 3)))
-    sizes = itertools.cycle((1, 2, 4))
-    found = []
-    for pp, (kind, heads), tp in itertools.product(pipelines, kinds, tensors):
-        found.append(Case(kind, heads, next(sizes), pp, tp, next(drafts)))
+@functools.cache
+def _groups(kind: str, page_size: int, drafts: int, heads: int) -> dict[str, Group]:
+    layers, draft = list(range(LAYERS)), list(range(LAYERS, LAYERS + drafts))
+
+    def layout(*specs: kp.ComponentSpec | None, size: int = page_size) -> kp.ModelLayout:
+        return kp.ModelLayout([own for own in specs if own is not None], page_size=size, fingerprint=kind)
+
+    def spec(
+        name: kp.Component, ids: list[int], dims: int, part: kp.Part = "target", **more: Any
+    ) -> kp.ComponentSpec | None:
+        known: dict[str, Any] = {"total_heads": 1, **more}
+        return kp.ComponentSpec(name, part, layer_ids=ids, dtype="uint8", dims=dims, **known) if ids else None
+
+    def mha(ids: list[int], drafts: list[int], heads: int) -> list[kp.ComponentSpec | None]:
+        parts: tuple[tuple[kp.Part, list[int]], ...] = (("target", ids), ("draft", drafts))
+        return [
+            own
+            for part, held in parts
+            for own in (
+                spec("key", held, 3, part, total_heads=heads), spec("value", held, 2, part, total_heads=heads),
+            )
+        ]  # fmt: skip
+
+    if kind.startswith("mha"):
+        return {"main": Group(layout(*mha(layers, draft, heads)))}
+    if kind == "hybrid":
+        state = spec("state", layers[::2], 4, total_heads=4, rows=3, groups=[1, 1, 2], item_kind="request_row")
+        return {"main": Group(layout(*mha(layers[1::2], draft[1::2] or draft, heads), state))}
+    if kind == "window":
+        window = Group(layout(*mha(layers[1::2], draft, 4)), window=page_size)
+        return {"full": Group(layout(*mha(layers[::2], [], heads))), "window": window}
+    if kind == "compressed":
+        slots = Group(layout(spec("latent", layers, 1), spec("latent", draft, 1, "draft")), window=page_size)
+        c4 = layout(spec("latent_c4", layers[::3], 2, compression=4),
+                    spec("index_key", layers[::3], 1, compression=4), size=128)  # fmt: skip
+        c128 = layout(spec("latent_c128", layers[1::3], 3, compression=128), size=128)
+        ring = layout(spec("state", layers[::3], 2, rows=4, item_kind="request_row"))
+        return {"window": slots, "c4": Group(c4), "c128": Group(c128), "c4_state": Group(ring)}
+    specs: list[kp.ComponentSpec | None] = []
+    for part, ids in (("target", layers), ("draft", draft)):
+        part_: kp.Part = "target" if part == "target" else "draft"
+        specs += [spec("latent", ids, 3, part_), spec("rope", ids, 2, part_)]
+    if kind == "mla+index":
+        specs += [spec("index_key", layers[1::2], 2), spec("index_scale", layers[1::2], 1)]
+    return {"main": Group(layout(*specs))}
+
+
+def needed(case: Case, group: Group) -> range:
+    """Pages of a request that a group sends, token by token: the window's, from a whole turn of the ranks on."""
+    size, first = group.layout.page_size, 0
+    if group.window is not None:
+        first = min(t // size for t in range(case.tokens) if t >= case.tokens - group.window)
+        first -= first % case.share[0]
+    return range(first, (case.tokens - 1) // size + 1)
+
+
+def source_pages(case: Case, group: Group, request: int) -> list[int]:
+    """Pages of prefill; those that have left the window are 0. Other requests have others."""
+    order = ([7, 3, 4, 6, 8, 1], [5, 1, 8, 2, 7, 3])[request]
+    span = needed(case, group)
+    return [0] * span.start + order[: len(span)]
+
+
+def destination_pages(case: Case, group: Group, request: int) -> list[int]:
+    """Pages of one decode rank. Two requests share nothing, also where all ranks keep a page."""
+    order = ([2, 5, 6, 1], [3, 7, 4])[request]
+    return order[: -(-len(needed(case, group)) // case.share[0])]
+
+
+def request_groups(case: Case, request: int) -> tuple[int, int]:
+    """The data-parallel groups of a request: of prefill, and of decode."""
+    return (request + 1) % case.dp[0], request % case.dp[1]
+
+
+DIMENSIONS: dict[str, tuple[Any, ...]] = {
+    "kind": KINDS, "page_size": SIZES, "pp": PIPELINES, "tp": TENSORS, "draft": DRAFTS, "share": SHARES, "dp": GROUPS,
+}  # fmt: skip
+_PLAIN: dict[str, Any] = {
+    "kind": "mla", "page_size": 2, "pp": (1, 1), "tp": (1, 1), "draft": (0, 0), "share": (1, "page"), "dp": (1, 1),
+}  # fmt: skip
+
+
+def plain(**fields: Any) -> Case:
+    """A case without anything particular but what is named."""
+    return Case(**{**_PLAIN, **fields})
+
+
+def product(sizes: bool) -> Iterator[Case]:
+    """Every kind, pipeline, tensor parallelism and draft; shares and groups take turns where they are not many.
+
+    Args:
+        sizes: Every page size of each; else they take turns too.
+    """
+    turns, order = itertools.cycle(itertools.product(SHARES, GROUPS)), itertools.cycle(SIZES)
+    for kind, pp, tp, draft in itertools.product(KINDS, PIPELINES, TENSORS, DRAFTS):
+        for size in SIZES if sizes else (next(order),):
+            share, dp = next(turns)
+            case = Case(kind, size, pp, tp, draft, share, dp)
+            fits = case.connections <= 32 and case.refused != "dealt out"
+            yield case if fits else Case(kind, size, pp, tp, draft)
+
+
+def covering(seed: int, most: int = 96) -> list[Case]:
+    """Cases in which every pair of values of two dimensions is moved once, and a dozen that are refused.
+
+    Args:
+        seed: Of the choice.
+        most: Connections of a case; pairs that need more are left out.
+    """
+    dice = random.Random(seed)
+    refused: dict[tuple[str, str], Case] = {}
+    open_pairs: set[tuple[tuple[str, Any], tuple[str, Any]]] = set()
+    for (one, values), (other, others) in itertools.combinations(DIMENSIONS.items(), 2):
+        for value, second in itertools.product(values, others):
+            case = plain(**{one: value, other: second})
+            if case.refused:
+                refused.setdefault((case.refused, str((case.kind, case.tp, case.draft, case.share))), case)
+            elif case.connections <= most:
+                open_pairs.add(((one, value), (other, second)))
+    found: list[Case] = []
+    while open_pairs:
+        seeds = [dice.choice(sorted(open_pairs, key=str)) for _ in range(12)]
+        candidates = [own for pair in seeds if (own := _candidate(dict(pair), dice, most)) is not None]
+        if candidates:
+            best = max(candidates, key=lambda case: (len(_pairs(case) & open_pairs), -case.connections))
+            open_pairs -= _pairs(best)
+            found.append(best)
+    kept = sorted(refused.values(), key=str)
+    found += dice.sample(kept, min(len(kept), 12))
+    dice.shuffle(found)
     return found
 
 
-class World:
-    """One of the two processes: an engine that lives over all cases, and the ranks of one case."""
-
-    def __init__(self, engine: str, here: int) -> None:
-        self.engine = kt.create_engine(engine, **OPTIONS.get(engine, {}))
-        self.here = here
-        self.case: Case | None = None
-        self.ranks: list[Image] = []
-        self.ends: list[Any] = []
-        self.arenas: list[kt.SharedArena] = []
-
-    def _allocate(self, nbytes: int) -> Any:
-        arena = kt.SharedArena(nbytes)
-        self.arenas.append(arena)
-        return arena.array
-
-    def begin(self, fields: dict[str, Any]) -> None:
-        known: dict[str, Any] = {name: tuple(own) if isinstance(own, list) else own for name, own in fields.items()}
-        self.case = Case(**known)
-        draft = range(LAYERS, LAYERS + self.case.draft[self.here])
-        self.ranks = side(
-            self.case.layout(self.here),
-            LAYERS,
-            self.case.pp[self.here],
-            self.case.tp[self.here],
-            items=ITEMS,
-            padding=3 * self.here,
-            draft=draft,
-            allocate=self._allocate,
-        )
-
-    def end(self) -> None:
-        for own in self.ends:
-            own.close()
-        for arena in self.arenas:
-            arena.close()
-        self.ends, self.arenas = [], []
+def _candidate(fixed: dict[str, Any], dice: random.Random, most: int) -> Case | None:
+    for _ in range(40):
+        fields: dict[str, Any] = {name: dice.choice(values) for name, values in DIMENSIONS.items()}
+        case = Case(**{**fields, **fixed})
+        if not case.refused and case.connections <= most:
+            return case
+    return None
 
 
-def decode(world: World, command: dict[str, Any]) -> dict[str, Any]:
-    if command["do"] == "begin":
-        world.begin(command["case"])
-        assert world.case is not None
-        count = world.case.pp[0] * world.case.tp[0]
-        world.ends = [
-            kt.Receiver(own.manifest, world.engine, prefill_ranks=count, parts=world.case.parts, timeouts=TIMEOUTS)
-            for own in world.ranks
-        ]
-        return {"endpoints": [own.endpoint for own in world.ends]}
-    assert world.case is not None
-    if command["do"] == "open":
-        row = DESTINATION_ROW if world.case.kind == "hybrid" else None
-        for own, rank in zip(world.ends, world.ranks, strict=True):
-            own.wait_ready()
-            here = row if any(entry.component == "state" for entry in rank.manifest.entries) else None
-            own.session = own.open(0, DESTINATION, row=here)
-        return {}
-    if command["do"] == "check":
-        faults, moved = [], 0
-        for own, rank in zip(world.ends, world.ranks, strict=True):
-            result = own.session.wait(30)
-            expected = rank.expected(dict(zip(DESTINATION, SOURCE, strict=True)), {DESTINATION_ROW: SOURCE_ROW})
-            expected = {at: label for at, label in expected.items() if label.part in world.case.parts}
-            faults += rank.faults(expected)
-            if result.nbytes < len(expected):
-                faults.append(f"{result.nbytes} bytes reported, {len(expected)} arrived")
-            moved += len(expected)
-        return {"faults": faults, "moved": moved}
-    world.end()
-    return {}
-
-
-def prefill(world: World, command: dict[str, Any]) -> dict[str, Any]:
-    if command["do"] == "begin":
-        world.begin(command["case"])
-        assert world.case is not None
-        for own in world.ranks:
-            own.fill()
-            for endpoint in command["endpoints"]:
-                sender = kt.Sender(
-                    own.manifest,
-                    world.engine,
-                    endpoint=endpoint,
-                    parts=world.case.parts,
-                    timeouts=TIMEOUTS,
-                    limits=LIMITS,
-                )
-                world.ends.append(sender)
-                sender.connect()
-        for sender in world.ends:
-            sender.wait_ready()
-        return {}
-    if command["do"] == "send":
-        for sender in world.ends:
-            sending = sender.open(0)
-            sending.send(SOURCE[:1], start=0)
-            marks = kt.LayerMarks()
-            sending.send(SOURCE[1:], start=1, ready=marks)
-            sending.send_states(SOURCE_ROW, ready=marks)
-            for part in ("target", "draft"):
-                for layer in range(LAYERS + 3):
-                    marks.mark(layer, part)
-            sending.finish()
-        return {}
-    world.end()
-    return {}
-
-
-def serve(role: str, engine: str) -> None:
-    world, handle = World(engine, int(role == "decode")), decode if role == "decode" else prefill
-    for line in sys.stdin:
-        try:
-            answer = handle(world, json.loads(line))
-        except (kt.TransferError, kp.PlanError) as error:
-            answer = {"error": type(error).__name__, "text": str(error)}
-        print(json.dumps(answer), flush=True)
-    world.end()
-    world.engine.close()
-
-
-class Process:
-    def __init__(self, role: str, engine: str) -> None:
-        self.popen = subprocess.Popen(
-            [sys.executable, __file__, role, engine], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def ask(self, **command: object) -> dict[str, Any]:
-        assert self.popen.stdin is not None and self.popen.stdout is not None
-        self.popen.stdin.write(json.dumps(command) + "\n")
-        self.popen.stdin.flush()
-        answer = json.loads(self.popen.stdout.readline())
-        assert isinstance(answer, dict)
-        return answer
-
-
-def run(case: Case, writer: Process, reader: Process) -> str:
-    """How the case ended: "exact" or "refused"."""
-    fields = dataclasses.asdict(case)
-    try:
-        here = reader.ask(do="begin", case=fields)
-        if "error" in here:
-            assert case.refused and here["error"] == "UnsupportedLayout" and "heads" in here["text"], (case, here)
-            return "refused"
-        there = writer.ask(do="begin", case=fields, endpoints=here["endpoints"])
-        if "error" in there:
-            assert case.refused and there["error"] in ("PeerRefused", "UnsupportedLayout"), (case, there)
-            return "refused"
-        assert not case.refused, f"{case} was to be refused"
-        assert "error" not in (answer := reader.ask(do="open")), (case, answer)
-        assert "error" not in (answer := writer.ask(do="send")), (case, answer)
-        found = reader.ask(do="check")
-        assert found.get("faults") == [] and found["moved"] > 0, (case, found)
-        return "exact"
-    finally:
-        writer.ask(do="end")
-        reader.ask(do="end")
-
-
-def main(engine: str, count: int, seed: int) -> Counter[str]:
-    chosen = cases()
-    if count:
-        chosen = random.Random(seed).sample(chosen, count)
-    processes = [Process(role, engine) for role in ("prefill", "decode")]
-    try:
-        return Counter(run(case, *processes) for case in chosen)
-    finally:
-        for process in processes:
-            process.popen.communicate(timeout=30)
-
-
-if __name__ == "__main__":
-    if sys.argv[1] in ("prefill", "decode"):
-        serve(*sys.argv[1:])
-    else:
-        ends = main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
-        assert ends["exact"] and (ends["refused"] or int(sys.argv[2]) < 20), ends
-        print(f"count: cases of the matrix, {sys.argv[1]} | {ends['exact']:,} byte-exact, {ends['refused']:,} refused")
-        print("as it should be")
+def _pairs(case: Case) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
+    return set(itertools.combinations([(name, getattr(case, name)) for name in DIMENSIONS], 2))
