@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from transfer_memory import RankMemory, make_layout, stages, whole
 
@@ -43,10 +44,22 @@ class Node:
 
 
 class Decode(Node):
-    def __init__(self, engine: str, bind: str) -> None:
+    def __init__(
+        self,
+        engine: str,
+        bind: str,
+        stages: int = STAGES,
+        patience: float = TIMEOUTS.peer_lost_after,
+        policy: Literal["fail", "retry", "recompute"] = "fail",
+    ) -> None:
         super().__init__(whole(_layout(), pages=PAGES), engine)
         self.receiver = kt.Receiver(
-            self.memory.manifest, self.engine, bind=bind, prefill_ranks=STAGES, timeouts=TIMEOUTS
+            self.memory.manifest,
+            self.engine,
+            bind=bind,
+            prefill_ranks=stages,
+            timeouts=dataclasses.replace(TIMEOUTS, peer_lost_after=patience),
+            on_failed_pages=policy,
         )
         self.sessions: dict[int, kt.ReceiverSession] = {}
 
