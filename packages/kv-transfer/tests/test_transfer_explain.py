@@ -13,7 +13,7 @@ import pytest
 from kv_planner.explain import Deployment
 
 from kv_transfer.doctor import EngineReport
-from kv_transfer.explain import explain
+from kv_transfer.explain import Side, explain, read_side
 from kv_transfer.picture import draw
 
 MODEL = {
@@ -59,6 +59,53 @@ def test_sides_that_do_not_fit_have_reasons_and_no_times(tmp_path: Path) -> None
     assert "page_size" in found.text()
     with pytest.raises(ValueError, match="do not agree"):
         draw(found.plan, tmp_path / "none.png")
+
+
+def _groups(window: int, *, pipeline: bool = False) -> Side:
+    """Layers 0 and 2 attend to everything, 1 and 3 to a window; two stages of two layers each, or one."""
+    parallel = {"stages": [[0, 1], [2, 3]]} if pipeline else {}
+
+    def group(layers: list[int], heads: int) -> dict[str, object]:
+        spec = {"component": "latent", "layers": layers, "dtype": "uint8", "total_heads": heads, "dims": 10}
+        model = {"fingerprint": "m", "page_size": 16, "components": [spec]}
+        return {"model": model, "parallelism": parallel}
+
+    return Side.model_validate(
+        {"groups": {"full": group([0, 2], 1), "window": group([1, 3], 1)}, "windows": {"window": window}}
+    )
+
+
+def test_groups_have_plans_of_their_own_and_one_time(tmp_path: Path) -> None:
+    """10 pages of 16 tokens; the last 40 tokens begin in page 7: 3 pages of the window."""
+    found = explain(_groups(40, pipeline=True), _groups(40), pages=10, engines=[FAST])
+    assert {name: own.pages for name, own in found.groups.items()} == {"full": 10, "window": 3}
+    assert [(move.source, move.bytes) for move in found.plan.transfers] == [(0, 13 * 160), (1, 13 * 160)]
+    assert found.estimates[0].seconds_joined == pytest.approx(2 * 13 * 160 / 1e9)
+    text = found.text()
+    assert "group window: 3 pages, those of the last 40 tokens" in text and "group full: 10 pages" in text
+    assert "all groups: prefill 0 -> decode 0 2,080 bytes, prefill 1 -> decode 0 2,080 bytes" in text
+    path = tmp_path / "side.json"
+    path.write_text(_groups(40).model_dump_json())
+    assert read_side(path) == _groups(40)
+    draw(found.plan, tmp_path / "plan.png")
+    path.write_text(_groups(40).model_copy(update={"windows": {"other": 1}}).model_dump_json())
+    with pytest.raises(ValueError, match=r"windows: .* of groups"):
+        read_side(path)
+
+
+def test_groups_that_do_not_fit_are_refused_together() -> None:
+    here, there = _groups(40), _groups(48)
+    groups = {"full": here.groups["full"], "c4": here.groups["window"]}
+    found = explain(here, there)
+    assert [(own.field, own.local, own.remote) for own in found.plan.differences] == [("group 'window'.window", 40, 48)]
+    assert not found.plan.agrees and "group 'window'.window" in found.text()
+    found = explain(here, here.model_copy(update={"groups": groups, "windows": {}}))
+    assert [own.field for own in found.plan.differences] == ["group 'c4'", "group 'window'", "group 'window'.window"]
+    other = {**MODEL, "page_size": 32}
+    wide = Side(groups={"full": Deployment.model_validate({"model": other}), "window": here.groups["window"]})
+    narrow = Side(groups={"full": Deployment.model_validate({"model": MODEL}), "window": here.groups["window"]})
+    fields = [own.field for own in explain(wide, narrow).plan.differences]
+    assert fields == ["group 'full': page_size", "group 'full': kernel_block_size"]
 
 
 def test_the_picture_names_every_rank_and_every_transfer(tmp_path: Path) -> None:

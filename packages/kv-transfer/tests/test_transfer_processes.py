@@ -54,6 +54,8 @@ def test_a_covering_set_covers_every_pair() -> None:
     assert {"heads", "draft"} <= {case.refused for case in cases}
 
 
-@pytest.mark.parametrize("script", ["transfer_mooncake_checks.py", "transfer_nixl_checks.py", "transfer_retry_checks.py"])
+@pytest.mark.parametrize(
+    "script", ["transfer_mooncake_checks.py", "transfer_nixl_checks.py", "transfer_retry_checks.py"]
+)
 def test_an_engine_by_itself(script: str) -> None:
     _run(script)

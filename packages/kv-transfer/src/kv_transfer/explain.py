@@ -1,26 +1,42 @@
 """Explains a transfer between two described deployments: the planner's report, and the time that each engine takes.
 
-Who sends what is the planner's; rates are the doctor's, measured on this machine.
+Who sends what is the planner's, group by group; rates are the doctor's, measured on this machine.
 """
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from kv_planner.explain import Deployment
+from kv_planner.explain import Deployment, Difference, Rank, Transfer
 from kv_planner.explain import Report as Plan
 from kv_planner.explain import explain as plan
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from kv_transfer.doctor import EngineReport
+from kv_transfer.groups import MAIN
+from kv_transfer.spans import request_span
 
-__all__ = ["Estimate", "Explanation", "explain", "read_side"]
+__all__ = ["Estimate", "Explanation", "Side", "explain", "read_side"]
 
 
 class _Data(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Side(_Data):
+    """A described deployment whose pages are of several groups.
+
+    Attributes:
+        groups: What each group keeps, and how the ranks share it; with `stages` where pipeline stages share all layers
+            evenly, and not those of the group.
+        windows: Tokens of the window of each group that has one.
+    """
+
+    groups: Mapping[str, Deployment] = Field(min_length=1)
+    windows: Mapping[str, int] = {}
 
 
 class Estimate(_Data):
@@ -42,56 +58,171 @@ class Estimate(_Data):
 
 
 class Explanation(_Data):
-    """The plan of a request, or the reasons why there is none, and what it costs."""
+    """The plan of a request, or the reasons why there is none, and what it costs.
+
+    Attributes:
+        plan: Over all groups: what each rank sends to each.
+        groups: The plan of each group, where there are several.
+        windows: Tokens of the window of each group that has one.
+        estimates: Of each engine.
+    """
 
     plan: Plan
+    groups: Mapping[str, Plan] = {}
+    windows: Mapping[str, int] = {}
     estimates: tuple[Estimate, ...] = ()
 
     def text(self) -> str:
         """For people."""
-        lines = [self.plan.text()]
+        lines = [self.plan.text()] if not self.groups or not self.plan.agrees else []
+        for name, own in self.groups.items() if self.plan.agrees else ():
+            window = f", those of the last {self.windows[name]:,} tokens" if name in self.windows else ""
+            lines += [f"group {name}: {own.pages:,} pages{window}", own.text(), ""]
+        if self.groups and self.plan.agrees:
+            lines.append("all groups: " + ", ".join(_moved(move) for move in self.plan.transfers))
         if self.estimates:
             lines.append("\nestimated time of the slowest rank, from rates measured on this machine:")
-        for own in self.estimates:
-            times = f"{_time(own.seconds_joined)} (pages together) to {_time(own.seconds_scattered)} (pages scattered)"
-            rates = f"{own.megabytes_per_second:.0f} MB/s and {own.microseconds_per_block:.1f} µs a block"
-            lines.append(f"  {own.engine}: {times}, at {rates}")
+        for own_time in self.estimates:
+            joined, scattered = _time(own_time.seconds_joined), _time(own_time.seconds_scattered)
+            rate, cost = own_time.megabytes_per_second, own_time.microseconds_per_block
+            lines.append(
+                f"  {own_time.engine}: {joined} (pages together) to {scattered} (pages scattered), "
+                f"at {rate:.0f} MB/s and {cost:.1f} µs a block"
+            )
         return "\n".join(lines)
 
 
 def explain(
-    prefill: Deployment, decode: Deployment, *, pages: int = 1, engines: Iterable[EngineReport] = ()
+    prefill: Deployment | Side,
+    decode: Deployment | Side,
+    *,
+    pages: int = 1,
+    engines: Iterable[EngineReport] = (),
 ) -> Explanation:
     """Says who sends what to whom and how long it takes, or all reasons why not.
 
     Args:
         prefill: The sending side.
         decode: The receiving side.
-        pages: Pages of the request.
+        pages: Pages of the request, all full, in the first group that has no window; other groups have what these
+            tokens need.
         engines: Measured engines; those that do not work are left out.
 
     Raises:
         kv_planner.PlanError: A side is not possible by itself.
         ValueError: A side gives its stages twice, or more stages than layers.
     """
-    found = plan(prefill, decode, pages=pages)
-    if not found.agrees:
-        return Explanation(plan=found)
+    sides = [own if isinstance(own, Side) else Side(groups={MAIN: own}) for own in (prefill, decode)]
+    differences = list(_differences(*sides))
+    found = {}
+    for name in sides[0].groups:
+        if name in sides[1].groups:
+            count = _pages(sides[0], sides[1], name, pages)
+            found[name] = plan(sides[0].groups[name], sides[1].groups[name], pages=count)
+    several = max(len(own.groups) for own in sides) > 1
+    for name, own_plan in found.items():
+        prefix = f"group {name!r}: " if several else ""
+        differences += [own.model_copy(update={"field": prefix + own.field}) for own in own_plan.differences]
+    whole = Plan(agrees=False, pages=pages, differences=differences) if differences else _whole(found, pages)
+    if not several:
+        found = {}
+    windows = dict(sides[0].windows)
+    if not whole.agrees:
+        return Explanation(plan=whole, groups=found, windows=windows)
     working = [own for own in engines if own.works and own.megabytes_per_second]
-    return Explanation(plan=found, estimates=tuple(_estimate(found, own) for own in working))
+    estimates = tuple(_estimate(whole, own) for own in working)
+    return Explanation(plan=whole, groups=found, windows=windows, estimates=estimates)
 
 
-def read_side(path: Path) -> Deployment:
-    """A described deployment.
+def read_side(path: Path) -> Side:
+    """A described deployment: that of kv-planner, or `{"groups": {name: deployment}, "windows": {name: tokens}}`.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is not the JSON of a deployment.
+        ValueError: It is not the JSON of a deployment, or its windows are of no group.
     """
-    side = Deployment.model_validate_json(path.read_text(encoding="utf-8"))
-    side.stages()
-    side.layout()
+    text = path.read_text(encoding="utf-8")
+    known = json.loads(text)
+    if isinstance(known, dict) and "groups" in known:
+        side = Side.model_validate_json(text)
+    else:
+        side = Side(groups={MAIN: Deployment.model_validate_json(text)})
+    unknown = sorted(side.windows.keys() - side.groups.keys())
+    if unknown or any(window < 1 for window in side.windows.values()):
+        raise ValueError(f"windows: {dict(side.windows)}: expected tokens, 1 or more, of groups {sorted(side.groups)}")
+    for own in side.groups.values():
+        own.stages()
+        own.layout()
     return side
+
+
+def _pages(prefill: Side, decode: Side, name: str, pages: int) -> int:
+    """Pages of a group for a request that fills `pages` pages of the first group without a window."""
+    first = next((own for own in prefill.groups if own not in prefill.windows), next(iter(prefill.groups)))
+    tokens = pages * prefill.groups[first].model.page_size
+    size = prefill.groups[name].model.page_size
+    place, _ = next(decode.groups[name].places())
+    return request_span(tokens, 0, size, prefill.windows.get(name), place).pages
+
+
+def _differences(prefill: Side, decode: Side) -> Iterable[Difference]:
+    for name in sorted({*prefill.groups, *decode.groups}):
+        there = [name in own.groups for own in (prefill, decode)]
+        if not all(there):
+            yield Difference(
+                field=f"group {name!r}",
+                local="present" if there[0] else "absent",
+                remote="present" if there[1] else "absent",
+                consequence="one side has pages that the other neither sends nor fills",
+                remedy="describe the same groups on both sides",
+            )
+        windows = [own.windows.get(name) for own in (prefill, decode)]
+        if windows[0] != windows[1]:
+            yield Difference(
+                field=f"group {name!r}.window",
+                local=windows[0],
+                remote=windows[1],
+                consequence="pages would be sent that are not expected, or expected and never filled",
+                remedy="give the same windows on both sides",
+            )
+
+
+def _whole(plans: Mapping[str, Plan], pages: int) -> Plan:
+    """What each rank sends to each over all groups."""
+    if len(plans) == 1:
+        return next(iter(plans.values()))
+    moves: dict[tuple[int, int], Transfer] = {}
+    for name, own in plans.items():
+        for move in own.transfers:
+            layers = {f"{name} {part}": ids for part, ids in move.layers.items()}
+            heads = {f"{name} {what}": ranges for what, ranges in move.heads.items()}
+            known = moves.get((move.source, move.destination))
+            sums = {
+                field: getattr(move, field) + (getattr(known, field) if known is not None else 0)
+                for field in ("bytes_per_page", "bytes_per_request", "bytes", "blocks_joined", "blocks_scattered")
+            }
+            if known is not None:
+                layers, heads = {**known.layers, **layers}, {**known.heads, **heads}
+            moves[move.source, move.destination] = Transfer(
+                source=move.source, destination=move.destination, layers=layers, heads=heads, **sums
+            )
+    first = next(iter(plans.values()))
+    busy = {index for pair in moves for index in (("from", pair[0]), ("to", pair[1]))}
+
+    def ranks(side: list[Rank], way: str) -> list[Rank]:
+        return [rank.model_copy(update={"idle": (way, rank.index) not in busy}) for rank in side]
+
+    return Plan(
+        agrees=True,
+        pages=pages,
+        prefill=ranks(first.prefill, "from"),
+        decode=ranks(first.decode, "to"),
+        transfers=[moves[pair] for pair in sorted(moves)],
+    )
+
+
+def _moved(move: Transfer) -> str:
+    return f"prefill {move.source} -> decode {move.destination} {move.bytes:,} bytes"
 
 
 def _estimate(found: Plan, own: EngineReport) -> Estimate:
