@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 
 import kv_planner as kp
@@ -330,6 +331,49 @@ def test_pages_of_several_sizes_take_a_first_page_each(keep: Callable[[Sides], S
     sending.finish()
     session.wait(5)
     assert sides.faults({"wide": {3: 8}, "narrow": {5: 9, 4: 6}}) == []
+
+
+def test_ends_that_find_each_other_carry_groups() -> None:
+    """`PrefillEnd` and `DecodeEnd` pass groups, windows and shares on to the conversations."""
+    directory, windows = kt.Directory(), {"window": WINDOW}
+    prefill = ranks(HYBRID, 4, 1, 1, draft=1)[0]
+    places = [kp.Placement(dcp_rank=rank, dcp_size=2) for rank in range(2)]
+    decode = [{name: Image(own, range(5), place, items=14) for name, own in HYBRID.items()} for place in places]
+    for own in prefill.values():
+        own.fill()
+    engines = [LoopbackEngine() for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        ends = [
+            stack.enter_context(
+                kt.DecodeEnd(
+                    manifests(rank),
+                    engine,
+                    directory,
+                    timeouts=FAST,
+                    every=0.02,
+                    windows=windows,
+                    interleave="token",
+                    on_failed_pages="retry",
+                )
+            )
+            for rank, engine in zip(decode, engines, strict=False)
+        ]
+        there = kt.PrefillEnd(manifests(prefill), engines[2], directory, timeouts=FAST, every=0.02, windows=windows)
+        stack.enter_context(there)
+        there.wait_ready(5)
+        sessions = [end.wait_ready(5).open(0, {"full": [1, 2], "window": [3]}, tokens=15) for end in ends]
+        for sender in there.senders:
+            sending = sender.open(0)
+            sending.send({"full": [9, 8, 7, 6], "window": [0, 0, 5, 4]}, start=0)
+            sending.finish()
+        for session in sessions:
+            session.wait(5)
+    for rank in decode:
+        full, window = rank["full"], rank["window"]
+        assert full.faults(full.expected_share([9, 8, 7, 6], [1, 2], 15)) == []
+        assert window.faults(window.expected_share([5, 4], [3], 15 - 2 * PAGE)) == []
+    for engine in engines:
+        engine.close()
 
 
 def test_readers_of_one_request_have_windows_too(keep: Callable[[Sides], Sides]) -> None:

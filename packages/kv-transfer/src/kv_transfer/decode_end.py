@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 
 import kv_planner
@@ -19,9 +19,12 @@ from kv_transfer.config import Limits, Timeouts
 from kv_transfer.directory import Member, Place
 from kv_transfer.engine import TransferEngine
 from kv_transfer.errors import ArgumentError, PeerRefused, SessionStateError, TransferError, TransferTimeout
+from kv_transfer.groups import Groups, Manifests
+from kv_transfer.messages import Policy
 from kv_transfer.ports import rank_port
 from kv_transfer.receiver import Receiver
 from kv_transfer.registration import Finder, Registration
+from kv_transfer.spans import Interleave
 from kv_transfer.terms import ALL_PARTS
 
 __all__ = ["DecodeEnd"]
@@ -43,6 +46,9 @@ class DecodeEnd:
         host: Address that receivers listen on, and that prefill ranks are told.
         port: First control port of the decode side: each rank and group has its own from there on, and a taken one is
             an error. 0: free ones.
+        windows: As for `Receiver`.
+        interleave: As for `Receiver`.
+        on_failed_pages: As for `Receiver`.
         parts: As for `Receiver`.
         aux: As for `Receiver`.
         timeouts: As for `Receiver`.
@@ -52,17 +58,21 @@ class DecodeEnd:
 
     Raises:
         PeerLost: The directory does not answer.
-        ArgumentError: The host is a wildcard, or there are not so many ports.
+        ArgumentError: The host is a wildcard, there are not so many ports, or the groups and windows do not fit
+            together.
     """
 
     def __init__(
         self,
-        manifest: kv_planner.RankManifest,
+        manifest: Manifests,
         engine: TransferEngine,
         directory: Finder,
         *,
         host: str = "127.0.0.1",
         port: int = 0,
+        windows: Mapping[str, int] | None = None,
+        interleave: Interleave = "page",
+        on_failed_pages: Policy = "fail",
         parts: Iterable[kv_planner.Part] = ALL_PARTS,
         aux: Iterable[AuxField] = (),
         timeouts: Timeouts | None = None,
@@ -79,9 +89,11 @@ class DecodeEnd:
                 remedy="give this machine's address on the network that both sides share",
             )
         self._every = check_seconds("every", every)
-        self._place = Place.of(manifest.placement)
-        self._first_port = rank_port(port, manifest.placement) if port else 0
-        self._manifest = manifest
+        place = Groups.of(manifest, windows).placement
+        self._place = Place.of(place)
+        self._first_port = rank_port(port, place) if port else 0
+        self._manifest, self._windows = manifest, windows
+        self._interleave, self._policy = interleave, on_failed_pages
         self._engine = engine
         self._directory = directory
         self._host = host
@@ -198,6 +210,9 @@ class DecodeEnd:
             bind=f"tcp://{self._host}:{port}",
             prefill_ranks=ranks,
             prefill_dp_rank=group,
+            windows=self._windows,
+            interleave=self._interleave,
+            on_failed_pages=self._policy,
             parts=self._parts,
             aux=self._aux,
             timeouts=self._timeouts,

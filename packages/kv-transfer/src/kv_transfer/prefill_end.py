@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 
 import kv_planner
@@ -18,6 +18,7 @@ from kv_transfer.config import Limits, Timeouts
 from kv_transfer.directory import Member, Place
 from kv_transfer.engine import TransferEngine
 from kv_transfer.errors import SessionStateError, TransferError, TransferTimeout
+from kv_transfer.groups import Groups, Manifests
 from kv_transfer.handshake import Rank
 from kv_transfer.registration import Finder, Registration
 from kv_transfer.sender import Sender
@@ -69,6 +70,7 @@ class PrefillEnd:
         manifest: As for `Sender`.
         engine: As for `Sender`.
         directory: The deployment's, such as a `DirectoryClient`.
+        windows: As for `Sender`.
         parts: As for `Sender`.
         aux: As for `Sender`.
         timeouts: As for `Sender`.
@@ -83,10 +85,11 @@ class PrefillEnd:
 
     def __init__(
         self,
-        manifest: kv_planner.RankManifest,
+        manifest: Manifests,
         engine: TransferEngine,
         directory: Finder,
         *,
+        windows: Mapping[str, int] | None = None,
         parts: Iterable[kv_planner.Part] = ALL_PARTS,
         aux: Iterable[AuxField] = (),
         timeouts: Timeouts | None = None,
@@ -96,14 +99,14 @@ class PrefillEnd:
     ) -> None:
         """Registers; senders come as decode ranks are found."""
         self._every = check_seconds("every", every)
-        self._manifest = manifest
+        self._manifest, self._windows = manifest, windows
         self._engine = engine
         self._directory = directory
         self._parts, self._aux = tuple(parts), tuple(aux)
         self._timeouts = timeouts or Timeouts()
         self._limits = limits
         self._secret = secret
-        place = Place.of(manifest.placement)
+        place = Place.of(Groups.of(manifest, windows).placement)
         self._dp_rank = place.dp_rank
         self._links: dict[Rank, _Link] = {}
         self._lock = threading.Lock()
@@ -245,6 +248,7 @@ class PrefillEnd:
             self._manifest,
             self._engine,
             endpoint=endpoint,
+            windows=self._windows,
             parts=self._parts,
             aux=self._aux,
             timeouts=self._timeouts,
