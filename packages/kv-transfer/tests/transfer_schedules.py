@@ -6,18 +6,26 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from transfer_machine import ROOMS, STAGES, Transfers
+from transfer_machine import ROOMS, Transfers
+from transfer_world import STAGES
 
 from kv_transfer.errors import ProtocolError
-from kv_transfer.messages import Heartbeat, Message, decode, encode
+from kv_transfer.messages import Heartbeat, Message, Policy, decode, encode
+
+POLICIES: tuple[Policy, ...] = ("fail", "retry", "recompute")
 
 
 def _random_step(machine: Transfers, dice: random.Random) -> None:
     stage, room = dice.randrange(STAGES), dice.randrange(ROOMS)
+    policy = dice.choice(POLICIES)
     steps: list[tuple[int, Callable[[], object]]] = [
-        (8, lambda: machine.work_everywhere(room, dice.randint(1, 3), dice.randint(0, 4))),
-        (8, lambda: machine.work(stage, room, dice.randint(1, 3), dice.randint(0, 4))),
-        (6, lambda: machine.open_at_receiver(room, dice.randint(0, 3))),
+        (8, lambda: machine.work_everywhere(room, dice.randint(1, 3), dice.randint(0, 4), dice.random() < 0.5, policy)),
+        (8, lambda: machine.work(stage, room, dice.randint(1, 3), dice.randint(0, 4), dice.random() < 0.5)),
+        (6, lambda: machine.open_at_receiver(room, dice.randint(0, 3), dice.randint(0, 1), policy)),
+        (2, lambda: machine.compute(stage, room, dice.randrange(3))),
+        (1, lambda: machine.batch_fails(stage)),
+        (1, lambda: machine.reorder(stage, dice.random() < 0.5, dice.randrange(100))),
+        (2, lambda: machine.duplicate(stage, dice.random() < 0.5, dice.randrange(100))),
         (4, lambda: machine.hardware_runs(dice.randint(1, 6))),
         (4, lambda: machine.step(stage, dice.randint(0, 4))),
         (4, lambda: machine.deliver(stage, dice.random() < 0.5, dice.randint(1, 5))),
@@ -27,13 +35,14 @@ def _random_step(machine: Transfers, dice: random.Random) -> None:
         (2, lambda: machine.time_passes(dice.choice([0.1, 0.5, 0.9]), dice.randint(1, 3))),
         (1, lambda: machine.stall(stage)),
         (1, lambda: machine.crash(stage, 5)),
+        (1, lambda: machine.receiver_restarts(dice.randrange(10))),
         (1, machine.settle),
     ]
     dice.choices([step for _, step in steps], [weight for weight, _ in steps])[0]()
-    if any(not peer.alive or peer.core.is_over for peer in machine.peers) and dice.random() < 0.2:
+    if machine.must_restart and dice.random() < 0.2:
         machine.restart()
-    machine.free_pages_are_untouched()
-    machine.no_page_is_lost()
+    machine.free_items_are_untouched()
+    machine.nothing_is_lost()
 
 
 def run_schedules(seeds: Iterable[int]) -> Counter[str]:

@@ -336,14 +336,11 @@ class SenderCore:
         if self.phase is not SenderPhase.READY:
             raise ProtocolError(f"offer in phase {self.phase.value}")
         check_offer(self._groups, self._place, offer)
-        if offer.generation <= self._newest_generation(offer.room):
+        if not self._offers.is_news(offer.generation):
             self.late_messages += 1
-            return
-        if self.error is not None:
+        elif self.error is not None:
             self._decline(offer, "the sender is closed")
-            return
-        reason = self._offers.add(offer)
-        if reason is not None:
+        elif (reason := self._offers.add(offer)) is not None:
             self._decline(offer, reason)
 
     def _abort(self, message: Abort) -> None:
@@ -360,9 +357,6 @@ class SenderCore:
             self._decline(offer, "never opened here")
         if not news:
             self.late_messages += 1
-
-    def _newest_generation(self, room: int) -> int:
-        return max(self._offers.newest(room), self.rooms[room].generation if room in self.rooms else 0)
 
     def _decline(self, offer: Offer, reason: str) -> None:
         self._post(Aborted(room=offer.room, generation=offer.generation, reason=reason))
@@ -390,7 +384,8 @@ class SenderCore:
             message = decode(data, self._limits)
         except ProtocolError:
             return
-        if isinstance(message, Offer) and self.phase is not SenderPhase.CLOSED:
+        open_end = self.phase is not SenderPhase.CLOSED
+        if open_end and isinstance(message, Offer) and self._offers.is_news(message.generation):
             self._decline(message, f"the sender is {self.phase.value}")
 
     def _collect(self) -> None:

@@ -18,11 +18,11 @@ _Value = TypeVar("_Value")
 class Offers:
     """Rooms before they are opened.
 
-    Generations of a receiver only grow, and messages of a connection stay in order: an abort with a generation above
-    all that were seen belongs to a room that was never offered.
+    A generation counts once: an offer that comes again, however late, would let this rank write into pages that the
+    receiver has given away since. An abort of a generation that was never seen belongs to a room that was not offered.
 
     Args:
-        remembered: Most ended and most rejected rooms that are kept in mind.
+        remembered: Most ended rooms, rejected rooms, and generations that are kept in mind; older generations are late.
     """
 
     def __init__(self, remembered: int) -> None:
@@ -31,7 +31,8 @@ class Offers:
         self._offers: dict[int, Offer] = {}
         self._ended: OrderedDict[int, tuple[int, str]] = OrderedDict()
         self._rejected: OrderedDict[int, str] = OrderedDict()
-        self._newest = 0
+        self._seen: OrderedDict[int, bool] = OrderedDict()  # generations: whether the offer itself came
+        self._late = 0  # generations up to here
 
     @property
     def known(self) -> frozenset[int]:
@@ -39,18 +40,28 @@ class Offers:
         return frozenset(self._offers) | frozenset(self._ended)
 
     def add(self, offer: Offer) -> str | None:
-        """Takes an offer; or returns why its room was rejected here before."""
-        self._newest = max(self._newest, offer.generation)
+        """Takes an offer; or returns why its room is not wanted: rejected here before, or aborted there already."""
+        ended = self._ended.get(offer.room)
+        if ended is not None and ended[0] == offer.generation:
+            return ended[1]
         self._ended.pop(offer.room, None)
         reason = self._rejected.pop(offer.room, None)
         if reason is None:
             self._offers[offer.room] = offer
         return reason
 
-    def newest(self, room: int) -> int:
-        """The newest generation of a room that is offered or ended; 0 for none."""
-        offered = self._offers[room].generation if room in self._offers else 0
-        return max(offered, self._ended.get(room, (0, ""))[0])
+    def is_news(self, generation: int) -> bool:
+        """Whether a generation is offered for the first time; it counts as offered now."""
+        return self._note(generation, offered=True)
+
+    def _note(self, generation: int, *, offered: bool) -> bool:
+        known = self._seen.get(generation)
+        if generation <= self._late or known or known is offered:
+            return False
+        self._seen[generation] = offered
+        while len(self._seen) > self._remembered:
+            self._late = max(self._late, self._seen.popitem(last=False)[0])
+        return True
 
     def pop(self, room: int) -> Offer | None:
         """Takes the offer of a room out."""
@@ -74,9 +85,8 @@ class Offers:
         """
         offer = self._offers.get(message.room)
         fits = offer is not None and offer.generation == message.generation
-        if not fits and message.generation <= self._newest:
+        if not fits and not self._note(message.generation, offered=False):
             return False, None
-        self._newest = max(self._newest, message.generation)
         _remember(self._ended, message.room, (message.generation, message.reason), self._remembered)
         return True, self._offers.pop(message.room, None)
 
