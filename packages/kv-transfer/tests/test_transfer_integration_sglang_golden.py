@@ -49,7 +49,8 @@ class Notes(PlannedTransfers):
             "engine_rank": tp[0], "page_size": PAGE, "kv_layer_ids": [], "mla_compression_ratios": None,
             "pp_rank": pp[0], "num_draft_entries": 0,
             "kv_data_lens": [1024 * item for item in fields.get("kv_item_lens", ())],
-            "kv_data_ptrs": [], "kv_item_lens": [], "aux_data_ptrs": [], "aux_item_lens": [], "aux_data_lens": [], "state_types": [], **fields,
+            "kv_data_ptrs": [], "kv_item_lens": [], "aux_data_ptrs": [], "aux_item_lens": [], "aux_data_lens": [],
+            "state_types": [], **fields,
         })  # fmt: skip
         self.blocks: list[list[int]] = []
         engine: Any = SimpleNamespace(capabilities=SimpleNamespace(planner=lambda: None))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import kv_planner as kp
 import numpy as np
@@ -14,6 +14,11 @@ _GUARD_BYTES = 64
 
 Bytes = npt.NDArray[np.uint8]
 Owned = Mapping[tuple[kp.Component, kp.Part], Sequence[int]]
+Allocate = Callable[[int], Bytes]
+
+
+def _own(nbytes: int) -> Bytes:
+    return np.empty(nbytes, np.uint8)
 
 
 def make_layout(
@@ -62,7 +67,7 @@ class RankMemory:
         placement: Of this rank.
         head_range: Heads on this rank.
         pages: Pages of each buffer, page 0 included.
-        arena: Where to put it; own memory by default.
+        allocate: Makes the memory; of this process by default.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class RankMemory:
         placement: kp.Placement | None = None,
         head_range: tuple[int, int] | None = None,
         pages: int = 16,
+        allocate: Allocate = _own,
     ) -> None:
         heads = head_range or (0, layout.components[0].total_heads)
         self.layout = layout
@@ -85,7 +91,8 @@ class RankMemory:
             for layer in layer_ids:
                 self._offsets[component, part, layer] = (cursor, item)
                 cursor += item * pages + _GUARD_BYTES
-        self.arena = np.full(cursor, GUARD, np.uint8)
+        self.arena = allocate(cursor)
+        self.arena[:] = GUARD
         entries = []
         for (component, part), layer_ids in owned.items():
             for layer in layer_ids:
@@ -156,17 +163,23 @@ class RankMemory:
         return found
 
 
-def whole(layout: kp.ModelLayout, *, pages: int = 16) -> RankMemory:
+def whole(layout: kp.ModelLayout, *, pages: int = 16, allocate: Allocate = _own) -> RankMemory:
     """One rank that owns everything."""
-    return RankMemory(
-        layout, {(spec.component, spec.part): list(spec.layer_ids) for spec in layout.components}, pages=pages
-    )
+    owned: Owned = {(spec.component, spec.part): list(spec.layer_ids) for spec in layout.components}
+    return RankMemory(layout, owned, pages=pages, allocate=allocate)
 
 
-def stages(layout: kp.ModelLayout, count: int, *, pages: int = 16) -> list[RankMemory]:
-    """Pipeline stages with filled memory; draft layers on the last."""
+def stages(
+    layout: kp.ModelLayout,
+    count: int,
+    *,
+    pages: int = 16,
+    only: Sequence[int] | None = None,
+    allocate: Allocate = _own,
+) -> list[RankMemory]:
+    """Pipeline stages with filled memory, all or `only` some; draft layers on the last."""
     ranks = []
-    for stage in range(count):
+    for stage in range(count) if only is None else only:
         owned: dict[tuple[kp.Component, kp.Part], Sequence[int]] = {}
         for spec in layout.components:
             ids = list(spec.layer_ids)
@@ -176,6 +189,8 @@ def stages(layout: kp.ModelLayout, count: int, *, pages: int = 16) -> list[RankM
             if mine:
                 owned[spec.component, spec.part] = mine
         ranks.append(
-            RankMemory(layout, owned, placement=kp.Placement(pp_rank=stage, pp_size=count), pages=pages).fill()
+            RankMemory(
+                layout, owned, placement=kp.Placement(pp_rank=stage, pp_size=count), pages=pages, allocate=allocate
+            ).fill()
         )
     return ranks

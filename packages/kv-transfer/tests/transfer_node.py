@@ -8,7 +8,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
-from transfer_memory import RankMemory, make_layout, stages, whole
+import numpy as np
+import numpy.typing as npt
+from transfer_memory import Allocate, RankMemory, make_layout, stages, whole
 
 import kv_transfer as kt
 
@@ -23,20 +25,35 @@ TIMEOUTS = kt.Timeouts(
     dead_writer_grace=0.5,
     drain=2,
 )
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mooncake": {"transfer_timeout": 3.0, "max_entries_per_batch": 64},
+    "loopback": {"shared": True},
+}
 Answer = dict[str, Any]
 
 
 class Node:
     """Commands are the public methods; a `TransferError` becomes an answer."""
 
-    def __init__(self, memory: RankMemory, engine: str) -> None:
-        options = {"transfer_timeout": 3.0, "max_entries_per_batch": 64} if engine == "mooncake" else {}
-        self.memory = memory
-        self.engine = kt.create_engine(engine, **options)
+    def __init__(self, engine: str, make: Callable[[Allocate], RankMemory]) -> None:
+        self.arenas: list[kt.SharedArena] = []
+        self.engine = kt.create_engine(engine, **OPTIONS.get(engine, {}))
+        self.memory = make(self._allocate)
+
+    def _allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        if self.engine.name != "loopback":
+            return np.empty(nbytes, np.uint8)
+        self.arenas.append(kt.SharedArena(nbytes))
+        return self.arenas[-1].array
 
     def faults(self, moved: list[tuple[int, int]], stages: list[int]) -> Answer:
         names = [name for name in self.memory.names if name[2] // 2 in stages]
         return {"faults": self.memory.faults(dict(moved), names=names)}
+
+    def leave(self) -> None:
+        self.engine.close()
+        for arena in self.arenas:
+            arena.close()
 
     def wipe(self, pages: list[int]) -> Answer:
         self.memory.wipe(pages)
@@ -52,7 +69,7 @@ class Decode(Node):
         patience: float = TIMEOUTS.peer_lost_after,
         policy: Literal["fail", "retry", "recompute"] = "fail",
     ) -> None:
-        super().__init__(whole(_layout(), pages=PAGES), engine)
+        super().__init__(engine, lambda allocate: whole(_layout(), pages=PAGES, allocate=allocate))
         self.receiver = kt.Receiver(
             self.memory.manifest,
             self.engine,
@@ -65,6 +82,9 @@ class Decode(Node):
 
     def endpoint(self) -> Answer:
         return {"endpoint": self.receiver.endpoint}
+
+    def is_ready(self) -> Answer:
+        return {"ready": self.receiver.is_ready}
 
     def ready(self) -> Answer:
         self.receiver.wait_ready()
@@ -87,12 +107,14 @@ class Decode(Node):
 
     def close(self) -> None:
         self.receiver.close()
-        self.engine.close()
+        self.leave()
 
 
 class Prefill(Node):
     def __init__(self, engine: str, stage: int, endpoint: str) -> None:
-        super().__init__(stages(_layout(), STAGES, pages=PAGES)[stage], engine)
+        super().__init__(
+            engine, lambda allocate: stages(_layout(), STAGES, pages=PAGES, only=[stage], allocate=allocate)[0]
+        )
         self.sender = kt.Sender(self.memory.manifest, self.engine, endpoint=endpoint, timeouts=TIMEOUTS)
         self.sessions: dict[int, kt.SenderSession] = {}
 
@@ -125,7 +147,7 @@ class Prefill(Node):
 
     def close(self) -> None:
         self.sender.close()
-        self.engine.close()
+        self.leave()
 
 
 def _layout() -> Any:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import select
 import signal
 import subprocess
 import sys
@@ -31,8 +33,9 @@ class Process:
             [sys.executable, str(self.node), json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
+            bufsize=0,
         )
+        self._read = b""
 
     def up(self) -> Process:
         assert self._answer() == {"up": True}
@@ -40,19 +43,24 @@ class Process:
 
     def begin(self, do: str, **arguments: object) -> None:
         assert self.popen.stdin is not None
-        self.popen.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-        self.popen.stdin.flush()
+        self.popen.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
 
-    def _answer(self) -> dict[str, Any]:
+    def _answer(self, seconds: float = 60.0) -> dict[str, Any]:
         assert self.popen.stdout is not None
-        line = self.popen.stdout.readline()
-        assert line, f"the process ended with {self.popen.wait()}"
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._read:
+            left = max(0.0, deadline - time.monotonic())
+            assert select.select([self.popen.stdout], [], [], left)[0], f"no answer within {seconds} s"
+            data = os.read(self.popen.stdout.fileno(), 1 << 16)
+            assert data, f"the process ended with {self.popen.wait()}"
+            self._read += data
+        line, self._read = self._read.split(b"\n", 1)
         answer = json.loads(line)
         assert isinstance(answer, dict)
         return answer
 
-    def end(self) -> dict[str, Any]:
-        return self._answer()
+    def end(self, seconds: float = 60.0) -> dict[str, Any]:
+        return self._answer(seconds)
 
     def call(self, do: str, **arguments: object) -> dict[str, Any]:
         self.begin(do, **arguments)

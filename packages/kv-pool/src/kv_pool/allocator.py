@@ -201,7 +201,7 @@ class PageAllocator:
             )
         ended = self._once(ids[left == 0])
         idle = self._users[ended] == 0
-        freed = ended[idle]
+        freed: IntArray = ended[idle]
         self._lingering += ended.size - freed.size
         self._free(freed)
         if ended.size:
@@ -220,7 +220,8 @@ class PageAllocator:
         """Each page once, in the order given."""
         order = np.arange(ids.size, dtype=np.int64)
         self._mark[ids[::-1]] = order[::-1]
-        return ids[self._mark[ids] == order]
+        once: IntArray = ids[self._mark[ids] == order]
+        return once
 
     def _free(self, freed: IntArray) -> IntArray:
         self._stack[self._top : self._top + freed.size] = freed[::-1]

@@ -1,0 +1,89 @@
+"""Processes that are killed or stopped at random moments, and what must hold for those that live on.
+
+Whatever happens to one process while a room is under way, the others end the room within seconds, with the right bytes
+or with a named error; and once the process is back, the next room arrives byte for byte.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+
+from transfer_scenarios import BIG, SOURCES, Cluster, Process
+
+ERRORS = {"PeerLost", "TransferAborted", "TransferFailed"}
+BOUND = 12.0  # seconds: silence of a peer, the engine's own time-out, and a busy machine
+HOW = ("killed", "killed", "paused", "stopped and continued", "stopped and killed")
+
+
+def _end(process: Process, do: str, since: float) -> bool:
+    """Whether the call went well; else it ended in time with a named error."""
+    answer = process.end(max(1.0, BOUND - (time.monotonic() - since)))
+    error = answer.get("error")
+    assert error is None or (error in ERRORS and len(answer["text"]) > 20), f"{do}: {answer}"
+    return error is None
+
+
+def _victim(cluster: Cluster, number: int) -> Process:
+    return cluster.decode if number == len(SOURCES) else cluster.prefill[number]
+
+
+def random_fault(cluster: Cluster, dice: random.Random, room: int) -> str:
+    """One room with one fault; returns what happened."""
+    number, how = dice.randrange(len(SOURCES) + 1), dice.choice(HOW)
+    victim = _victim(cluster, number)
+    cluster.decode.ok("wipe", pages=BIG)
+    cluster.begin_room(room)
+    cluster.decode.begin("wait", room=room)
+    for process in cluster.prefill:
+        process.begin("send", room=room, pages=BIG, start=0)
+        process.begin("finish", room=room, metadata={})
+    time.sleep(dice.choice((0.0, 0.01, 0.05, 0.3)) * dice.random())
+    since = time.monotonic()
+    killed = how == "killed"
+    victim.signal(signal.SIGKILL if killed else signal.SIGSTOP)
+    if how == "paused":
+        time.sleep(dice.uniform(0.1, 1.0))
+        victim.signal(signal.SIGCONT)
+    paused = how == "paused"
+    if paused or victim is not cluster.decode:
+        complete = _end(cluster.decode, "wait", since)
+        if complete:
+            moved = [(page, page) for page in BIG]
+            assert cluster.decode.ok("faults", moved=moved, stages=list(SOURCES))["faults"] == []
+    for process in cluster.prefill:
+        if paused or process is not victim:
+            _end(process, "send", since)
+            _end(process, "finish", since)
+    if how == "stopped and continued":
+        since = time.monotonic()
+        victim.signal(signal.SIGCONT)
+        for do in ("wait",) if victim is cluster.decode else ("send", "finish"):
+            _end(victim, do, since)
+    if killed or how == "stopped and killed":
+        victim.kill()
+        _replace(cluster, number)
+    elif victim is not cluster.decode or paused:
+        assert cluster.decode.ok("released", room=room, seconds=10)["released"]
+    _heal(cluster)
+    cluster.serve(room + 1)
+    return f"{'decode' if number == len(SOURCES) else 'prefill'} {how}"
+
+
+def _replace(cluster: Cluster, number: int) -> None:
+    if number == len(SOURCES):
+        cluster.decode = cluster.start(role="decode", engine=cluster.engine, bind=cluster.endpoint).up()
+    else:
+        cluster.prefill[number] = cluster.start_stage(number).up()
+
+
+def _heal(cluster: Cluster) -> None:
+    """Whoever lost its peer connects again, as an engine would; until all are there."""
+    deadline = time.monotonic() + 30
+    while not cluster.decode.ok("is_ready")["ready"]:
+        for process in cluster.prefill:
+            answer = process.call("connect")
+            assert answer.get("error") in (None, "SessionStateError", "PeerLost", "PeerRefused"), answer
+        assert time.monotonic() < deadline, "the ranks do not find together again"
+        time.sleep(0.05)
