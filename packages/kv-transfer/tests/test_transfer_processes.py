@@ -59,3 +59,8 @@ def test_a_covering_set_covers_every_pair() -> None:
 )
 def test_an_engine_by_itself(script: str) -> None:
     _run(script)
+
+
+def test_processes_are_killed_and_stopped_at_random_moments() -> None:
+    """On the engine that no scenario above is about; the soak does it 200 times, on all of them."""
+    _run("transfer_faults.py", "loopback", "3", "11")

@@ -6,8 +6,10 @@ or with a named error; and once the process is back, the next room arrives byte 
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
+import sys
 import time
 
 from transfer_scenarios import BIG, SOURCES, Cluster, Process
@@ -87,3 +89,16 @@ def _heal(cluster: Cluster) -> None:
             assert answer.get("error") in (None, "SessionStateError", "PeerLost", "PeerRefused"), answer
         assert time.monotonic() < deadline, "the ranks do not find together again"
         time.sleep(0.05)
+
+
+def main(engine: str, rounds: int, seed: int) -> None:
+    dice = random.Random(seed)
+    with contextlib.ExitStack() as keep:
+        cluster = Cluster(engine, keep)
+        for room in range(rounds):
+            print(random_fault(cluster, dice, 2 * room), flush=True)
+    print("as it should be", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -13,16 +13,22 @@ import random
 import resource
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import transfer_scenarios as scenarios
+import transfer_strangers as strangers
 from test_transfer_messages import EXAMPLES
-from transfer_memory import make_layout, stages, whole
-from transfer_pair import Pair
+from transfer_faults import random_fault
+from transfer_memory import RankMemory, make_layout, stages, whole
 from transfer_schedules import run_schedules, run_words
 
+import kv_transfer as kt
+
 HERE = Path(__file__).parent
+ENGINES = ("loopback", "nixl", "mooncake")
 
 
 def schedules(count: int, seed: int) -> None:
@@ -50,60 +56,113 @@ def matrix(whole: bool, seed: int) -> None:
         assert done.returncode == 0, f"the matrix failed on {engine}"
 
 
-def requests(count: int, seed: int) -> None:
+def requests(engine: str, count: int, seed: int) -> None:
     """Requests one after the other and 64 at once, over pages that are used again and again; every byte is checked."""
     dice = random.Random(seed)
     layout = make_layout(layers=2, heads=1, key_dims=4, value_dims=3)
-    pair = Pair(stages(layout, 2, pages=200), whole(layout, pages=200))
-    served, base = 0, (0, 0)
-    while served < count:
-        many = min(64, count - served) if served % 3 else 1
-        pages = dice.sample(range(1, 200), 3 * many)
-        moved: dict[int, int] = {}
-        sessions = []
-        for room in range(many):
-            own = pages[3 * room : 3 * room + 3]
-            sessions.append(pair.receiver.open(room, own))
-            moved |= {page: dice.randrange(1, 200) for page in own}
-        for sender in pair.senders:
-            sending = [sender.open(room) for room in range(many)]
-            for room, own_session in enumerate(sending):
-                own_session.send([moved[page] for page in pages[3 * room : 3 * room + 3]], start=0)
-                own_session.finish(wait=False)
-            for own_session in sending:
-                own_session.wait(30)
-        for session in sessions:
-            session.wait(30)
-        assert pair.decode.faults(moved) == []
-        pair.decode.wipe(pages)
-        served += many
+    prefill, decode = stages(layout, 2, pages=200), whole(layout, pages=200)
+    engines = [kt.create_engine(engine) for _ in range(3)]
+    with contextlib.ExitStack() as keep:
+        receiver = keep.enter_context(kt.Receiver(decode.manifest, engines[2], prefill_ranks=2))
+        senders = [
+            keep.enter_context(kt.Sender(own.manifest, used, endpoint=receiver.endpoint))
+            for own, used in zip(prefill, engines[:2], strict=True)
+        ]
+        for sender in senders:
+            sender.connect()
+        receiver.wait_ready()
+        served, base, now = 0, None, Held(0, 0, 0, 0)
+        while served < count:
+            many = min(64, count - served) if served % 3 else 1
+            _serve(receiver, senders, decode, many, dice)
+            served += many
+            now = Held.now()
+            if base is None and served > count // 3:
+                base = now
+        assert base is not None
+        assert (now.files, now.threads) == (base.files, base.threads), (base, now)
+        assert now.handles <= base.handles + 8, (base, now)
+        assert now.kib <= base.kib * 1.05 + 4096, (base, now)
+    for used in engines:
+        used.close()
+    print(
+        f"count: requests over reused pages on {engine}, up to 64 at once | {served:,}; {now.files} files, "
+        f"{now.threads} threads, {now.handles} handles, {now.kib >> 10} MiB from the first third to the end",
+        flush=True,
+    )
+
+
+class Held(NamedTuple):
+    """What a process holds."""
+
+    files: int
+    threads: int
+    handles: int
+    kib: int
+
+    @classmethod
+    def now(cls) -> Held:
         gc.collect()
-        now = (len(os.listdir("/proc/self/fd")), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-        if served > count // 3 and base == (0, 0):
-            base = now
-    assert now[0] == base[0], f"open files grew from {base[0]} to {now[0]}"
-    assert now[1] <= base[1] * 1.05 + 4096, f"memory grew from {base[1]} KiB to {now[1]} KiB"
-    pair.close()
-    print(f"count: requests over reused pages, up to 64 at once | {served:,}; open files {now[0]}, {now[1] >> 10} MiB")
+        handles = sum(isinstance(found, kt.TransferHandle) for found in gc.get_objects())
+        threads = len(os.listdir("/proc/self/task"))
+        return cls(
+            len(os.listdir("/proc/self/fd")), threads, handles, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        )
+
+
+def _serve(receiver: kt.Receiver, senders: list[kt.Sender], decode: RankMemory, many: int, dice: random.Random) -> None:
+    pages = dice.sample(range(1, 200), 3 * many)
+    moved: dict[int, int] = {}
+    sessions = []
+    for room in range(many):
+        own = pages[3 * room : 3 * room + 3]
+        sessions.append(receiver.open(room, own))
+        moved |= {page: dice.randrange(1, 200) for page in own}
+    for sender in senders:
+        sending = [sender.open(room) for room in range(many)]
+        for room, own_session in enumerate(sending):
+            own_session.send([moved[page] for page in pages[3 * room : 3 * room + 3]], start=0)
+            own_session.finish(wait=False)
+        for own_session in sending:
+            own_session.wait(60)
+    for session in sessions:
+        session.wait(60)
+        assert session.wait_released(60)
+    assert decode.faults(moved) == []
+    decode.wipe(pages)
+
+
+def strange(count: int, seed: int) -> None:
+    """Peers that do not fit, noise, a taken port, while requests are served; a directory that is down."""
+    with strangers.serving(random.Random(seed)) as pair:
+        kinds = strangers.misfits(pair)
+        kinds += strangers.other_layouts()
+        sent = strangers.noise(pair, count, seed)
+        strangers.taken_port(pair)
+    strangers.directory_down()
+    print(f"count: kinds of peers that do not fit, refused with their reason while rooms were served | {kinds}")
+    print(f"count: malformed, untimely and oversized messages to a receiver that served on | {sent:,}", flush=True)
 
 
 def faults(count: int, seed: int) -> None:
     """SIGKILL and SIGSTOP of either side at random moments; the survivors serve on after each."""
     dice = random.Random(seed)
-    kinds: list[Callable[[scenarios.Cluster, float], None]] = [
-        scenarios.sender_killed, scenarios.sender_killed, scenarios.receiver_killed, scenarios.stopped,
+    scripted: list[Callable[[scenarios.Cluster, float], None]] = [
+        scenarios.sender_killed, scenarios.receiver_killed, scenarios.stopped,
     ]  # fmt: skip
-    done = 0
-    for engine in ("mooncake", "nixl"):
-        with contextlib.ExitStack() as keep:
-            cluster = scenarios.Cluster(engine, keep)
-            for round_ in range(count // 2):
-                dice.choice(kinds)(cluster, dice.uniform(0.0, 0.4))
-                done += 1
-                if round_ % 10 == 9:
-                    keep.close()
-                    cluster = scenarios.Cluster(engine, keep)
-    print(f"count: processes killed or stopped at random moments | {done:,}")
+    for engine in ENGINES:
+        done: Counter[str] = Counter()
+        share = -(-count // len(ENGINES))
+        while sum(done.values()) < share:
+            with contextlib.ExitStack() as keep:
+                cluster = scenarios.Cluster(engine, keep)
+                for room in range(min(10, share - sum(done.values()))):
+                    done[random_fault(cluster, dice, 2 * room)] += 1
+                if share >= 10 and engine != "loopback":
+                    dice.choice(scripted)(cluster, dice.uniform(0.0, 0.4))
+                    done["in the midst of a write to a stopped receiver, or stopped without a word"] += 1
+        told = ", ".join(f"{what} {times}" for what, times in sorted(done.items()))
+        print(f"count: faults of processes at random moments on {engine} | {sum(done.values()):,}: {told}", flush=True)
 
 
 def main() -> None:
@@ -112,12 +171,17 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="of all counts")
     options = parser.parse_args()
     scale, seed = options.scale, options.seed
-    schedules(max(40, round(1500 * scale)), seed)
+    schedules(max(40, round(1200 * scale)), seed)
     words(max(1000, round(1_000_000 * scale)), seed)
-    requests(max(130, round(500 * scale)), seed)
+    for engine in ENGINES:
+        requests(engine, max(130, round(500 * scale)), seed)
+    strange(max(2000, round(200_000 * scale)), seed)
+    faults(max(3, round(200 * scale)), seed)
     matrix(scale >= 1, seed)
-    faults(max(2, round(200 * scale)), seed)
 
 
 if __name__ == "__main__":
+    if os.environ.get("KV_TRANSFER_SOAK_INSIDE") != "1":  # Mooncake listens on every interface
+        again = [sys.executable, "-m", "kv_transfer.isolation", "--", sys.executable, *sys.argv]
+        sys.exit(subprocess.run(again, env={**os.environ, "KV_TRANSFER_SOAK_INSIDE": "1"}, check=False).returncode)
     main()
