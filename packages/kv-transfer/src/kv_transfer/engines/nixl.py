@@ -65,7 +65,7 @@ class NixlEngine:
     The library ends no batch by itself: a thread asks after those that do not end within `submit`.
 
     Args:
-        max_entries_per_batch: Longest batch.
+        max_entries_per_batch: Longest batch; within a host, nobody else is served while one is copied.
         log_level: What the library writes to standard error, unless NIXL_LOG_LEVEL says otherwise already.
 
     Raises:
@@ -73,7 +73,7 @@ class NixlEngine:
         EngineError: The library did not start.
     """
 
-    def __init__(self, *, max_entries_per_batch: int = 4096, log_level: str = "ERROR") -> None:
+    def __init__(self, *, max_entries_per_batch: int = 512, log_level: str = "ERROR") -> None:
         """Starts an agent with a progress thread of its own."""
         if max_entries_per_batch < 1:
             raise ValueError(f"max_entries_per_batch: expected at least 1, got {max_entries_per_batch}")
