@@ -20,7 +20,7 @@ def _layout() -> Any:
 
 class Decode(Node):
     def __init__(self, directory: str) -> None:
-        super().__init__("nixl", lambda allocate: whole(_layout(), pages=PAGES, allocate=allocate))
+        super().__init__(whole(_layout(), pages=PAGES), "nixl")
         client = kt.DirectoryClient(directory, timeout=1.0)
         self.end = kt.DecodeEnd(self.memory.manifest, self.engine, client, timeouts=TIMEOUTS, every=EVERY)
         self.sessions: dict[int, kt.ReceiverSession] = {}
@@ -40,14 +40,12 @@ class Decode(Node):
 
     def close(self) -> None:
         self.end.close()
-        self.leave()
+        self.engine.close()
 
 
 class Prefill(Node):
     def __init__(self, directory: str, stage: int) -> None:
-        super().__init__(
-            "nixl", lambda allocate: stages(_layout(), STAGES, pages=PAGES, only=[stage], allocate=allocate)[0]
-        )
+        super().__init__(stages(_layout(), STAGES, pages=PAGES)[stage], "nixl")
         client = kt.DirectoryClient(directory, timeout=1.0)
         self.end = kt.PrefillEnd(self.memory.manifest, self.engine, client, timeouts=TIMEOUTS, every=EVERY)
         self.sessions: dict[int, kt.SenderSession] = {}
@@ -70,7 +68,7 @@ class Prefill(Node):
 
     def close(self) -> None:
         self.end.close()
-        self.leave()
+        self.engine.close()
 
 
 if __name__ == "__main__":

@@ -29,31 +29,30 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mooncake": {"transfer_timeout": 3.0, "max_entries_per_batch": 64},
     "loopback": {"shared": True},
 }
+ARENAS: list[kt.SharedArena] = []  # as long as the process
 Answer = dict[str, Any]
+
+
+def allocator(engine: str) -> Allocate:
+    """Where peers of other processes can reach it with this engine."""
+
+    def shared(nbytes: int) -> npt.NDArray[np.uint8]:
+        ARENAS.append(kt.SharedArena(nbytes))
+        return ARENAS[-1].array
+
+    return shared if engine == "loopback" else lambda nbytes: np.empty(nbytes, np.uint8)
 
 
 class Node:
     """Commands are the public methods; a `TransferError` becomes an answer."""
 
-    def __init__(self, engine: str, make: Callable[[Allocate], RankMemory]) -> None:
-        self.arenas: list[kt.SharedArena] = []
+    def __init__(self, memory: RankMemory, engine: str) -> None:
+        self.memory = memory
         self.engine = kt.create_engine(engine, **OPTIONS.get(engine, {}))
-        self.memory = make(self._allocate)
-
-    def _allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        if self.engine.name != "loopback":
-            return np.empty(nbytes, np.uint8)
-        self.arenas.append(kt.SharedArena(nbytes))
-        return self.arenas[-1].array
 
     def faults(self, moved: list[tuple[int, int]], stages: list[int]) -> Answer:
         names = [name for name in self.memory.names if name[2] // 2 in stages]
         return {"faults": self.memory.faults(dict(moved), names=names)}
-
-    def leave(self) -> None:
-        self.engine.close()
-        for arena in self.arenas:
-            arena.close()
 
     def wipe(self, pages: list[int]) -> Answer:
         self.memory.wipe(pages)
@@ -69,7 +68,7 @@ class Decode(Node):
         patience: float = TIMEOUTS.peer_lost_after,
         policy: Literal["fail", "retry", "recompute"] = "fail",
     ) -> None:
-        super().__init__(engine, lambda allocate: whole(_layout(), pages=PAGES, allocate=allocate))
+        super().__init__(whole(_layout(), pages=PAGES, allocate=allocator(engine)), engine)
         self.receiver = kt.Receiver(
             self.memory.manifest,
             self.engine,
@@ -107,14 +106,13 @@ class Decode(Node):
 
     def close(self) -> None:
         self.receiver.close()
-        self.leave()
+        self.engine.close()
 
 
 class Prefill(Node):
     def __init__(self, engine: str, stage: int, endpoint: str) -> None:
-        super().__init__(
-            engine, lambda allocate: stages(_layout(), STAGES, pages=PAGES, only=[stage], allocate=allocate)[0]
-        )
+        memory = stages(_layout(), STAGES, pages=PAGES, only=[stage], allocate=allocator(engine))[0]
+        super().__init__(memory, engine)
         self.sender = kt.Sender(self.memory.manifest, self.engine, endpoint=endpoint, timeouts=TIMEOUTS)
         self.sessions: dict[int, kt.SenderSession] = {}
 
@@ -147,7 +145,7 @@ class Prefill(Node):
 
     def close(self) -> None:
         self.sender.close()
-        self.leave()
+        self.engine.close()
 
 
 def _layout() -> Any:
