@@ -99,6 +99,29 @@ def test_a_prompt_longer_than_the_pool_of_its_window(text: Text) -> None:
     assert bench.serve(text(1, 41))[0] == 40
 
 
+def test_pages_behind_the_window_get_none_again(text: Text) -> None:
+    bench = make(["window"], pages=12, own=4)
+    acquired = bench.cache.acquire(text(1, 24), reach=8)
+    done = bench.run(acquired)
+    with pytest.raises(OutOfPages):
+        bench.cache.extend(acquired, 3)
+    assert acquired.pages.size == 6
+    bench.cache.advance(acquired, 24)
+    bench.cache.extend(acquired, 2)
+    assert np.flatnonzero(acquired.companion_pages("window")).tolist() == [4, 5, 6, 7]
+    bench.check_books()
+    for layer in bench.layers:
+        bench.compute(acquired, text(1, 32), layer, 6, 8)
+    bench.cache.finish(acquired, text(1, 32))
+    assert len(done) == 24 and bench.serve(text(1, 12)) == (0, 0)
+    late = bench.cache.acquire(text(2, 12), reach=4)
+    bench.cache.load(late)
+    bench.cache.advance(late, 8, reach=12)
+    assert np.flatnonzero(late.companion_pages("window")).tolist() == [0, 2], (
+        "what is computed without a page gets none"
+    )
+
+
 def test_a_snapshot_is_found_at_its_very_end(text: Text) -> None:
     bench = make(["states"])
     bench.random = _Never()  # type: ignore[assignment]

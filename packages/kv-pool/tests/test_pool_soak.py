@@ -11,7 +11,7 @@ import pool_soak
 
 
 def test_a_slice_of_the_soak() -> None:
-    total = pool_soak.soak(range(1000, 1000 + len(pool_soak.KINDS)), 40)
+    total = pool_soak.soak(range(4711, 4711 + len(pool_soak.KINDS)), 40)
     assert total["steps"] == 40 * 81 and total["caches"] == 81
     rules = ("acquire", "serve", "evict", "acknowledge", "limit", "load", "finish", "abort", "prefetch", "restart")
     done = ("device_hits", "host_hits", "stored", "read", "evicted", "stopped", "given_up")

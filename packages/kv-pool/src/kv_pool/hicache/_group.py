@@ -166,6 +166,21 @@ class Group:
         for share in shares:
             share.open(lead, hit, self._pages(reach, lead.size))
 
+    def extend(self, shares: Sequence[Share], lead: IntArray, before: int) -> None:
+        """Take pages for the positions from `before` on, where those before have been reached.
+
+        Raises:
+            OutOfPages: See `Share.extend`. Then none counts as reached.
+        """
+        chosen = [share for share in shares if share.reached >= before]
+        try:
+            for share in chosen:
+                share.extend(lead, lead.size)
+        except BaseException:
+            for share in chosen:
+                share.reached = before
+            raise
+
     def advance(self, shares: Sequence[Share], lead: IntArray, computed: int, reach: int | None) -> None:
         """Let go of what no token after the computed ones reads, and take pages up to `reach`.
 

@@ -76,7 +76,7 @@ class Share:
     def open(self, lead: IntArray, hit: int, reach: int) -> None:
         """Take a page for each position from the hit to `reach`, and for each that `load` will fill; or a row.
 
-        Also makes a lower hit good: positions that have a page keep it.
+        Also makes a lower hit good; what the deeper one needs stays until `load`.
 
         Raises:
             OutOfPages: Not enough. Nothing is taken.
@@ -91,23 +91,29 @@ class Share:
         own = own[self._bare(lead, own)]
         taken = self._take(len(fill) + own.size, lead, hit)
         self.ready.update(zip(fill, taken.tolist(), strict=False))
-        useless = [self.ready.pop(position) for position in list(self.ready) if position not in wanted]
-        self.member.device.own.release(np.array(useless, dtype=np.int64))
         self._give(lead[own], taken[len(fill) :])
         self.reached = max(reach, self.reached, hit)
 
+    def extend(self, lead: IntArray, reach: int) -> None:
+        """Take a page for each position from the last one that has been reached to `reach`; none for those before.
+
+        Raises:
+            OutOfPages: Not enough. Nothing is taken.
+        """
+        if self.member.companion.coverage != "snapshots" and reach > self.reached:
+            self._give(lead[self.reached : reach], self.member.take(reach - self.reached))
+            self.reached = reach
+
     def advance(self, lead: IntArray, computed: int, reach: int) -> None:
-        """Let go of what no later token reads, and take pages up to `reach`.
+        """Let go of what no later token reads, and take pages up to `reach`; what is computed without one gets none.
 
         Raises:
             OutOfPages: Not enough; what was let go stays so.
         """
-        if self.member.companion.coverage == "snapshots":
-            return
-        self._let_go(self.member.device.find(lead[: int(self.needed(computed)[0]) if computed else 0]))
-        own = np.arange(self.reached, max(reach, self.reached))
-        self._give(lead[own], self.member.take(own.size))
-        self.reached = max(reach, self.reached)
+        if computed:
+            self._let_go(self.member.device.find(lead[: int(self.needed(computed)[0])]))
+        self.reached = max(self.reached, computed)
+        self.extend(lead, reach)
 
     def load(self, lead: IntArray, hit: int, nodes: IntArray, lead_host: IntArray) -> None:
         """Start to fill what the hit needs and the device lacks; then keep no more than the hit needs.
@@ -118,12 +124,10 @@ class Share:
         if self.row:
             self._load_row(lead, hit, nodes, lead_host)
         else:
-            places = np.array(sorted(self.ready), dtype=np.int64)
-            bare = self._bare(lead, places)
-            late = np.array([self.ready[place] for place in places[~bare].tolist()], dtype=np.int64)
-            self.member.device.own.release(late)  # another request has loaded these meanwhile
-            places = places[bare]
-            pages = np.array([self.ready[place] for place in places.tolist()], dtype=np.int64)
+            places = self.needed(hit)
+            places = places[self._bare(lead, places)]
+            pages = np.array([self.ready.pop(place) for place in places.tolist()], dtype=np.int64)
+            self.member.device.own.release(self.private)  # loaded by another request meanwhile, or of a deeper hit
             self.ready = {}
             self._give(lead[places], pages)
             if places.size:

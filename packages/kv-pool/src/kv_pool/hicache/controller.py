@@ -202,7 +202,7 @@ class HiCacheController(CacheReports):
         acquired._hit = hit
 
     def extend(self, acquired: Acquired, count: int) -> None:
-        """Take further pages, for tokens that follow the prompt, of companions too.
+        """Take further pages, for tokens that follow the prompt; of companions too, unless `advance` is to take them.
 
         Raises:
             CacheError: The handle has ended.
@@ -211,7 +211,7 @@ class HiCacheController(CacheReports):
         acquired._expect("extend", "acquired", "loaded")
         pages = np.concatenate([acquired._pages, self._levels.take(count)])
         try:
-            self._group.open(acquired._shares, pages, acquired._hit)
+            self._group.extend(acquired._shares, pages, acquired._pages.size)
         except BaseException:
             self._device.release(pages[pages.size - count :])
             raise
