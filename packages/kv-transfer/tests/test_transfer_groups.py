@@ -140,6 +140,22 @@ def test_a_window_sends_only_the_pages_of_the_prompts_end(
     assert {own.pages for own in results} == {len(places["full"]) + len(places["window"])}
 
 
+def test_a_window_is_trimmed_to_the_prompt_before_it_is_clipped_c04(keep: Callable[[Sides], Sides]) -> None:
+    """129 tokens in pages of 128, 4 pages at prefill: the first 2 hold the window's tokens, the others nothing."""
+    wide = {"window": layout(spec("latent", [0], 1), page_size=128)}
+    sides = keep(Sides(ranks(wide, 1, 1, 1), ranks(wide, 1, 1, 1), {"window": 256}))
+    session = sides.receivers[0].open(0, {"window": [3, 4]}, tokens=129)
+    sending = sides.senders[0].open(0)
+    with pytest.raises(
+        kt.CoverageError, match=r"pages \[0, 4\) of the request, but the receiver offers pages \[0, 2\)"
+    ):
+        sending.send({"window": [10, 11, 12, 13]}, start=0)
+    sending.send({"window": [10, 11]}, start=0)
+    sending.finish()
+    session.wait(5)
+    assert sides.faults({"window": {3: 10, 4: 11}}) == []
+
+
 def test_prefix_pages_of_one_group_do_not_stand_for_another(keep: Callable[[Sides], Sides]) -> None:
     """Decode has 2 full pages of the prefix, and none of the window's: the groups begin at pages of their own."""
     sides = keep(Sides(ranks(HYBRID, 4, 1, 1, draft=1), ranks(HYBRID, 4, 1, 1, draft=1), {"window": 2 * PAGE}))
