@@ -146,9 +146,7 @@ def test_a_window_is_trimmed_to_the_prompt_before_it_is_clipped_c04(keep: Callab
     sides = keep(Sides(ranks(wide, 1, 1, 1), ranks(wide, 1, 1, 1), {"window": 256}))
     session = sides.receivers[0].open(0, {"window": [3, 4]}, tokens=129)
     sending = sides.senders[0].open(0)
-    with pytest.raises(
-        kt.CoverageError, match=r"pages \[0, 4\) of the request, .* offers pages \[0, 2\)"
-    ):
+    with pytest.raises(kt.CoverageError, match=r"pages \[0, 4\) of the request, .* offers pages \[0, 2\)"):
         sending.send({"window": [10, 11, 12, 13]}, start=0)
     sending.send({"window": [10, 11]}, start=0)
     sending.finish()
