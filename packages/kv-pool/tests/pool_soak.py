@@ -213,7 +213,7 @@ class Soak:
         if (storage := self.machine.bench.cache._storage) is not None:
             self.counts["stored"] += storage.counters.written_pages
             self.counts["read"] += storage.counters.read_pages
-        if (further := self.machine.bench.cache._companion_storage) is not None:
+        if (further := self.machine.bench.cache.companion_storage) is not None:
             self.counts["companion_stored"] += further.counters.written_pages
             self.counts["companion_read"] += further.counters.read_pages
 
@@ -265,6 +265,11 @@ def main() -> None:
         ("stopped", "pages of loads stopped by an abort"),
         ("given_up", "pages of backups given up while they waited"),
         ("restarts", "restarts over the store"),
+        ("companion_hits", "tokens found in caches over several pools, bytes of all checked"),
+        ("companion_host_hits", "pages and rows of companions brought back from the host"),
+        ("companion_stored", "pages and rows of companions written to a store"),
+        ("companion_read", "pages and rows of companions read from a store"),
+        ("uncovered", "tokens that a companion lacked, computed again"),
     ):
         print(f"count: {title} | {total[name]:,}")
 

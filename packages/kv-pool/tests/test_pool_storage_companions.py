@@ -45,8 +45,8 @@ def make(tmp_path: Path) -> Make:
 
 
 def counters(bench: GroupBench) -> Any:
-    assert bench.cache._companion_storage is not None
-    return bench.cache._companion_storage.counters
+    assert bench.cache.companion_storage is not None
+    return bench.cache.companion_storage.counters
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])

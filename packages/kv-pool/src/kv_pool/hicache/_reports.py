@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kv_pool.hicache.host_pool import HostPool
     from kv_pool.hicache.movers import Mover
     from kv_pool.hicache.storage import StorageTier
+    from kv_pool.hicache.storage.companions import CompanionStorage
 
 __all__ = ["CacheReports"]
 
@@ -42,6 +43,7 @@ class CacheReports:
     _group: Group
     _levels: Levels
     _storage: StorageTier | None
+    _companion_storage: CompanionStorage | None
     _open: dict[int, Acquired]
     _count: dict[str, int]
 
@@ -64,6 +66,11 @@ class CacheReports:
     def companions(self) -> tuple[Companion, ...]:
         """The companions, in the order of construction."""
         return tuple(member.companion for member in self._group)
+
+    @property
+    def companion_storage(self) -> CompanionStorage | None:
+        """The third level of the companions; `None` without companions or without a third level."""
+        return self._companion_storage
 
     @property
     def counters(self) -> CacheCounters:

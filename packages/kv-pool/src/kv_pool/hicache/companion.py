@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from kv_pool.errors import HostPoolError
+from kv_pool.state import StatePool
 from kv_pool.tables import whole_number
 
 if TYPE_CHECKING:
     from kv_pool.hicache.host_pool import HostPool, MirroredPool
     from kv_pool.page_map import PageMap
-    from kv_pool.state import StatePool
 
 __all__ = ["Companion", "Coverage"]
 
@@ -102,27 +102,28 @@ class Companion:
         return cls(name, "last_pages", -(-tokens // pages.lead.page_size), pages, [host])
 
     @classmethod
-    def snapshots(cls, name: str, pages: PageMap, states: StatePool, hosts: Sequence[HostPool]) -> Companion:
+    def snapshots(
+        cls, name: str, pages: PageMap, states: StatePool | Sequence[MirroredPool], hosts: Sequence[HostPool]
+    ) -> Companion:
         """States of requests: a running row for each, and rows that were saved at the ends of pages.
 
         Args:
             name: Its name.
             pages: From the cache's allocator to one of page size 1 over the rows of `states`.
-            states: The pool.
-            hosts: One host pool a kind, in the order of `states.kinds`, each with the same pages (rows).
+            states: The pool, or one pool of rows a kind (adopted ones).
+            hosts: One host pool a kind, in the same order, each with the same pages (rows).
 
         Raises:
             HostPoolError: Also if a kind has no host pool.
         """
-        mirrored: list[MirroredPool] = [host.pool for host in hosts]
-        kinds: list[MirroredPool] = [states.kind(kind) for kind in states.kinds]
-        if [id(pool) for pool in mirrored] != [id(kind) for kind in kinds]:
+        kinds = [states.kind(kind) for kind in states.kinds] if isinstance(states, StatePool) else states
+        if [id(host.pool) for host in hosts] != [id(kind) for kind in kinds]:
             raise HostPoolError(
                 "hosts",
                 given=f"{len(hosts)} host pools",
-                expected=f"one for each of {list(states.kinds)}, in this order",
+                expected=f"one for each of {len(kinds)} kinds, in their order",
                 consequence="a state that comes back from the host would lack a kind",
-                remedy="make a HostPool for states.kind(name) of every kind",
+                remedy="make a HostPool for every kind",
             )
         return cls(name, "snapshots", 1, pages, hosts)
 
