@@ -66,12 +66,12 @@ def layout(pool: str) -> ModelLayout:
 class Soak:
     """One seed: a cache of random size, and the machine that works on it."""
 
-    def __init__(self, seed: int, folder: Path) -> None:
+    def __init__(self, seed: int, folder: Path, device: str = "cpu") -> None:
         self.random = np.random.default_rng(seed)
         self.pool, self.policy, self.levels = KINDS[seed % len(KINDS)]
         self.folder = folder
         self.counts: collections.Counter[str] = collections.Counter()
-        machine = type("Machine", (CacheMachine,), {"make": staticmethod(self.make), "device": "cpu"})
+        machine = type("Machine", (CacheMachine,), {"make": staticmethod(self.make), "device": device})
         self.machine: Any = machine()
         self.machine.start(
             pages=int(self.random.integers(3, 10)),
@@ -91,7 +91,7 @@ class Soak:
         restarted: bool = False,
     ) -> Any:
         """A cache; after a restart over the store that the last one filled."""
-        streams = (ImmediateStreams, LateStreams)[int(self.random.integers(2))]()
+        streams = (ImmediateStreams, LateStreams)[int(self.random.integers(2))]() if device == "cpu" else None
         made = layout(self.pool)
         options: Any = {"device": device, "policy": policy, "streams": streams, "limits": limits}
         options |= {"pages": pages, "host_pages": host_pages}

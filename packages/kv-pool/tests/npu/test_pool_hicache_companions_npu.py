@@ -19,11 +19,13 @@ from kv_pool.hicache import Companion, HostLayout, Lane, Mirror, MoverName, Stre
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import pool_soak
 from pool_group import GroupBench, PageByPage
 
 NPU = "npu:0"
 MOVERS: list[tuple[MoverName, HostLayout]] = [("dim_exchange", "page_first_direct"), ("indexed", "layer_first")]
 KINDS = ["window", "draft", "states"]
+LAST, LEVELS = "heads and draft, window and states", ("two levels", "three levels")
 TIMES = 3
 Text = Callable[[int, int], list[int]]
 each_mover = pytest.mark.parametrize(("mover", "host_layout"), MOVERS)
@@ -192,3 +194,17 @@ def test_a_request_that_finds_a_companion_under_way_waits_for_it(
     bench.cache.abort(second)
     bench.cache.drain()
     bench.check_books()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_interleaving(tmp_path: Path, seed: int) -> None:
+    """Steps of the soak on the device: every kind of companion, late acknowledgements, the check of the order on."""
+    kind = next(
+        number for number, chosen in enumerate(pool_soak.KINDS) if chosen[0] == LAST and chosen[2] == LEVELS[seed % 2]
+    )
+    soak = pool_soak.Soak(kind + len(pool_soak.KINDS) * (1 + seed), tmp_path, device=NPU)
+    for _ in range(40):
+        soak.step()
+    soak.count_tokens()
+    soak.machine.teardown()
+    assert soak.counts["companion_hits"] or soak.counts["uncovered"]
