@@ -25,6 +25,10 @@ from kv_pool import MhaPool, PageAllocator, StorageDamaged, StorageError
 from kv_pool.hicache import HiCacheController, HostPool, PageStorage, RegistersMemory, StorageTier, create_storage
 from kv_pool.hicache.storage.engines.mooncake import MooncakeStorage
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pool_group import GroupBench, PageByPage
+
 MIB = 1 << 20
 LEASE = 0.5  # seconds
 PAGES = [f"{number:064x}" for number in range(64)]
@@ -307,6 +311,25 @@ def a_cache_is_served_from_it() -> None:
             storage.close()
 
 
+def companions_are_served_from_it() -> None:
+    """What a window, a draft apart and states had comes back through the store, into another cache, byte for byte."""
+    with master() as (address, _):
+        stores = [connect(address, segment_bytes=size) for size in (64 * MIB, 0)]
+        for storage, hit in zip(stores, (0, 24), strict=True):
+            bench = GroupBench(["window", "draft", "states"])
+            bench.random = PageByPage()  # type: ignore[assignment]
+            bench.attach(StorageTier(bench.host, bench.index, storage, threshold=4, batch=3))
+            prefetch = bench.cache.prefetch(list(range(26)))
+            bench.cache.drain()
+            assert prefetch.state == "done" and bench.serve(range(26)) == (0, hit)
+            bench.cache.drain()
+            assert bench.cache.companion_storage is not None
+            counters = bench.cache.companion_storage.counters
+            assert (counters.written_pages, counters.read_pages) == ((18, 0) if not hit else (0, 2 + 6 + 1)), counters
+        for storage in stores:
+            storage.close()
+
+
 SCENARIOS: dict[str, Callable[[], None]] = {
     work.__name__: work
     for work in (
@@ -316,6 +339,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
         a_paused_master_is_an_error_in_time,
         a_host_that_lends_memory_dies,
         a_cache_is_served_from_it,
+        companions_are_served_from_it,
     )
 }
 
