@@ -42,6 +42,7 @@ COMPANIONS: dict[str, tuple[str, ...]] = {
     "heads and window": ("window",),
     "heads and states": ("states",),
     "heads and draft, window and states": ("window", "states"),
+    "latents, index keys and draft, states": ("states",),
     "memory of an engine, draft apart, window and states": ("draft", "window", "states"),
 }
 POOLS = tuple(COMPANIONS)

@@ -11,8 +11,9 @@ import pool_soak
 
 
 def test_a_slice_of_the_soak() -> None:
-    total = pool_soak.soak(range(4711, 4711 + len(pool_soak.KINDS)), 40)
-    assert total["steps"] == 40 * 81 and total["caches"] == 81
+    kinds = len(pool_soak.KINDS)
+    total = pool_soak.soak(range(4711, 4711 + kinds), 40)
+    assert total["steps"] == 40 * kinds and total["caches"] == kinds == 10 * 3 * 3
     rules = ("acquire", "serve", "evict", "acknowledge", "limit", "load", "finish", "abort", "prefetch", "restart")
     done = ("device_hits", "host_hits", "stored", "read", "evicted", "stopped", "given_up")
     companions = ("companion_hits", "companion_host_hits", "companion_stored", "companion_read", "uncovered")

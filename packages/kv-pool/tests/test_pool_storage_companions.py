@@ -185,6 +185,21 @@ def test_a_prefetch_that_is_cancelled_or_fails_holds_nothing(make: Make, text: T
     again.check_books()
 
 
+def test_a_node_that_has_left_is_not_written(make: Make, text: Text) -> None:
+    bench = make(["draft"])
+    bench.serve(text(1, 9))
+    bench.cache.drain()
+    gone = bench.index.match(text(1, 8)).nodes
+    bench.cache.evict(8)
+    bench.host.allocator.release(bench.index.evict_host(1).pages)
+    member, storage = bench.cache._group.member("draft"), bench.cache.companion_storage
+    assert storage is not None
+    storage.back_up(member, gone, member.host.find(member.host.named())[[0, 0]])
+    bench.cache.drain()
+    assert counters(bench).written_pages == 2 + 1
+    bench.check_books()
+
+
 def test_pages_that_ranks_share_are_written_once(make: Make, text: Text) -> None:
     written = 0
     for rank in range(3):

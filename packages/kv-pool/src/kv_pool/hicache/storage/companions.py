@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from kv_planner import StaleNode
 
 from kv_pool.errors import HostPoolError, StorageDamaged, StorageError
 from kv_pool.hicache.ranks import owner_rank
@@ -153,13 +154,17 @@ class CompanionStorage:
 
         Args:
             member: The companion.
-            nodes: Nodes of the index. Shape: [pages].
+            nodes: Nodes of the index, parents first; those that have left are passed over. Shape: [pages].
             host_pages: Its host page of each, complete.
         """
         name, left = member.companion.name, np.arange(nodes.size)
         rank, ranks = self._tier.share
         while left.size:
-            tokens, namespace = self._index.path(int(nodes[left[-1]]))
+            try:
+                tokens, namespace = self._index.path(int(nodes[left[-1]]))
+            except StaleNode:  # its host copy was refused meanwhile, and it had no other
+                left = left[:-1]
+                continue
             path = self._index.match(tokens, namespace=namespace).nodes
             depth = {node: place for place, node in enumerate(path.tolist())}
             keys = page_keys(self._digests[name], tokens, self._tier.host.page_size, namespace)
