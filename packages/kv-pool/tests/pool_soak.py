@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import numpy as np
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
-from conftest import BRANCHES, CacheBench, CacheMachine
+from conftest import BRANCHES, CacheBench, CacheMachine, branch
 from kv_planner import ComponentSpec, ModelLayout
 from kv_pool import OutOfPages
 from kv_pool.hicache import Canary, CopyLimits, FileStorage, ImmediateStreams, StorageTier, WritePolicy
@@ -186,9 +187,10 @@ class Soak:
     def queue(self) -> None:
         """Backups that find another one under way, and now and then are given up."""
         for _ in range(2):
-            self.machine.serve(**self.text(8), wait=False)
-        if self.random.integers(2):
-            self.machine.cancel_backups()
+            with suppress(OutOfPages):
+                self.machine.bench.serve(branch(**self.text(16)))
+            if self.random.integers(2):
+                self.machine.cancel_backups()
 
     def finish(self) -> None:
         acquired = self.taken()
