@@ -2,13 +2,16 @@
 
 The reference computes the whole prompt, on the same cores, with the plain forward that judges the demo; what it
 computes fills the cache. After a hit one token is computed, layer by layer as the pages arrive. The model is
-SmolLM2-135M, whose first token must be the same on all ways.
+SmolLM2-135M, whose first token must be the same on all ways. What Mooncake Store has is fetched by another client than
+the one that lends the memory, over TCP; it listens on all interfaces, so the bench goes on in a namespace with loopback
+only.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,7 +25,10 @@ from disaggregated_serving.reference import hidden_states
 from disaggregated_serving.weights import Weights, load_smollm2
 from kv_planner import ComponentSpec, ModelLayout, PrefixIndex
 from kv_pool import MhaPool, PageAllocator, slots_for
-from kv_pool.hicache import Acquired, FileStorage, HiCacheController, HostPool, StorageTier
+from kv_pool.hicache import Acquired, FileStorage, HiCacheController, HostPool, PageStorage, StorageTier
+from kv_pool.hicache.storage.engines.mooncake import MooncakeStorage
+from kv_transfer.isolation import current_isolation
+from local_mooncake import mooncake_master
 from torch.nn import functional
 
 HIT, PAGE = 1000, 8
@@ -32,7 +38,7 @@ ROUNDS = 3
 class Server:
     """A model, a pool, and a cache over it of three levels."""
 
-    def __init__(self, weights: Weights, folder: Path) -> None:
+    def __init__(self, weights: Weights, store: PageStorage) -> None:
         shape = weights.shape
         self.weights, self.shape = weights, shape
         self.dim = shape.key_dim
@@ -43,7 +49,6 @@ class Server:
         self.pool = MhaPool(layout, size=2 * HIT, device="cpu")
         self.host = HostPool(self.pool, pages=2 * HIT // PAGE)
         index = PrefixIndex(PAGE, device_pages=self.pool.num_pages, host_pages=self.host.num_pages)
-        store = FileStorage(folder, capacity_bytes=10**10)
         tier = StorageTier(self.host, index, store)
         allocator = PageAllocator(self.pool.num_pages, PAGE)
         self.cache = HiCacheController(self.pool, allocator, self.host, index, storage=tier)
@@ -60,6 +65,21 @@ class Server:
         token = int((self.weights.head @ hidden).argmax())
         self.cache.finish(acquired, prompt)
         return token, acquired.hit_tokens
+
+    def fill(self, other: Server, prompt: np.ndarray[Any, Any]) -> None:
+        """Keep what another server has of a prompt on its device, in this one's store."""
+        theirs, mine = other.cache.acquire(prompt), self.cache.acquire(prompt)
+        assert theirs.device_hit_tokens == HIT and mine.hit_tokens == 0
+        count = HIT // PAGE
+        for number in range(len(self.weights.layers)):
+            for ours, held in ((self.pool.key, other.pool.key), (self.pool.value, other.pool.value)):
+                ours(number)[torch.from_numpy(mine.pages[:count].copy())] = held(number)[
+                    torch.from_numpy(theirs.pages[:count].copy())
+                ]
+        self.cache.load(mine)
+        self.cache.finish(mine, prompt[:HIT])
+        other.cache.abort(theirs)
+        self.cache.drain()
 
     def whole(self, acquired: Acquired) -> torch.Tensor:
         """Compute the prompt and keep its K and V. Shape: [hidden]."""
@@ -115,30 +135,44 @@ def milliseconds(work: Callable[[], tuple[int, int]]) -> tuple[float, tuple[int,
 @torch.inference_mode()
 def main() -> None:
     """Measure and report."""
+    if not current_isolation().isolated and "--inside" not in sys.argv:
+        isolated = [sys.executable, "-m", "kv_transfer.isolation", "--", sys.executable, __file__, "--inside"]
+        os.execv(sys.executable, isolated)
     bench = Bench("pool_hits")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     weights = load_smollm2()
-    host, store, computed = [], [], []
+    names = ("on the host", "in files, in the page cache", "in Mooncake Store")
+    ways: dict[str, list[float]] = {name: [] for name in names}
+    computed = []
+
+    def hit(what: str, server: Server, prompt: np.ndarray[Any, Any], token: int, *, fetch: bool) -> None:
+        taken, again = milliseconds(lambda: server.first_token(prompt, fetch=fetch))
+        assert again == (token, HIT), f"{what}: {again} for {(token, HIT)}"
+        ways[what].append(taken)
+
     for turn in range(ROUNDS):
         prompt = np.random.default_rng(turn).integers(1000, 40_000, HIT + 1)
         folder = Path(tempfile.mkdtemp(prefix="kv-pool-hits-"))
         try:
-            server = Server(weights, folder)
-            taken, (token, found) = milliseconds(lambda: server.first_token(prompt, fetch=False))  # noqa: B023
-            assert found == 0
-            computed.append(taken)
-            server.cache.drain()
-            server.cache.evict(server.pool.num_pages - 1)
-            taken, again = milliseconds(lambda: server.first_token(prompt, fetch=False))  # noqa: B023
-            assert again == (token, HIT), f"the host gave {again} for {(token, HIT)}"
-            host.append(taken)
-            later = Server(weights, folder)
-            taken, again = milliseconds(lambda: later.first_token(prompt, fetch=True))  # noqa: B023
-            assert again == (token, HIT), f"the store gave {again} for {(token, HIT)}"
-            store.append(taken)
+            with mooncake_master() as master:
+                lent = MooncakeStorage(master, segment_bytes=1 << 28)
+                server = Server(weights, FileStorage(folder, capacity_bytes=10**10))
+                taken, (token, found) = milliseconds(lambda: server.first_token(prompt, fetch=False))  # noqa: B023
+                assert found == 0
+                computed.append(taken)
+                server.cache.drain()
+                server.cache.evict(server.pool.num_pages - 1)
+                hit("on the host", server, prompt, token, fetch=False)
+                later = Server(weights, FileStorage(folder, capacity_bytes=10**10))
+                hit("in files, in the page cache", later, prompt, token, fetch=True)
+                Server(weights, lent).fill(later, prompt)
+                fetching = MooncakeStorage(master, segment_bytes=0)
+                hit("in Mooncake Store", Server(weights, fetching), prompt, token, fetch=True)
+                fetching.close()
+                lent.close()
         finally:
             shutil.rmtree(folder)
-    for what, values in (("on the host", host), ("in files, in the page cache", store)):
+    for what, values in ways.items():
         bench.record(
             f"first token of {HIT + 1:,} tokens, {HIT:,} of them {what}, beside computing all",
             values, "ms", references=computed, kind="reference/value", op=">=", target=5,

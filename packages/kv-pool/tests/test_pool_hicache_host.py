@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,3 +113,31 @@ def test_what_cannot_be_built(make_layout: Callable[..., ModelLayout]) -> None:
         HostPool(pool, pages=3, layout="page_last")  # type: ignore[arg-type]
     with pytest.raises(HostPoolError, match="pin"):
         HostPool(pool, pages=3, pin=True)
+
+
+def flags_of(address: int) -> list[str]:
+    """What the kernel knows of the memory at an address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first and not first.endswith(":"):
+            start, stop = (int(number, 16) for number in first.split("-"))
+            inside = start <= address < stop
+        elif inside and first == "VmFlags:":
+            return rest.split()
+    raise AssertionError("no such memory")
+
+
+def test_large_host_memory_asks_for_huge_pages_and_is_zeroed(make_layout: Callable[..., ModelLayout]) -> None:
+    """hg: advised; 4 MiB and more, at a multiple of 2 MiB. A small pool has none of it."""
+    pool = MhaPool(make_layout(dims=512, value_dims=64), size=16, device="cpu")
+    host = HostPool(pool, pages=300)
+    large, small = (host.mirror(component) for component in ("key", "value"))
+    assert large.storage.nbytes > 4 << 20 > small.storage.nbytes
+    asked = Path("/sys/kernel/mm/transparent_hugepage").exists()
+    assert ("hg" in flags_of(large.storage.data_ptr())) == asked and large.storage.data_ptr() % (2 << 20) == 0
+    assert "hg" not in flags_of(small.storage.data_ptr())
+    for mirror in (large, small):
+        assert not mirror.host.view(torch.int16).any()
+        mirror.host.fill_(1)
+        assert bool((mirror.host == 1).all())

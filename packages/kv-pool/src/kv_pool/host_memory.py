@@ -1,15 +1,21 @@
-"""Owns how much host memory this process may still take: what the machine has free, within the limits of its cgroups.
+"""Owns how much host memory this process may still take, within the limits of its cgroups, and how it is taken.
 
 It reads `/proc` and `/sys`, nothing else does. It does not decide how the memory is shared (see `sizing`).
 """
 
 from __future__ import annotations
 
+import mmap
+from contextlib import suppress
 from pathlib import Path
+
+import torch
 
 from kv_pool.errors import BudgetError
 
-__all__ = ["available_host_bytes"]
+__all__ = ["available_host_bytes", "zeroed_host_bytes"]
+
+_HUGE = 2 << 20  # bytes of a huge page
 
 _UNLIMITED = 1 << 60  # cgroup v1 says "no limit" by a number near 2**63
 
@@ -28,6 +34,33 @@ def available_host_bytes(root: Path = Path("/")) -> int:
         BudgetError: `/proc/meminfo` cannot be read.
     """
     return max(0, min([_machine(root), *_cgroup_rooms(root)]))
+
+
+def zeroed_host_bytes(nbytes: int, alignment: int, *, pinned: bool) -> torch.Tensor:
+    """Take zeroed host memory.
+
+    Large memory that is not pinned lies in huge pages where the system has them: scattered pages of a pool would
+    otherwise cost as much in address translation as in copies.
+
+    Args:
+        nbytes: Bytes.
+        alignment: Where it starts is a multiple of this, a power of two.
+        pinned: Whether it is page-locked for an accelerator.
+
+    Returns:
+        Shape: [nbytes]; dtype uint8.
+    """
+    huge = not pinned and nbytes >= 2 * _HUGE
+    step = max(alignment, _HUGE) if huge else alignment
+    if huge:
+        memory = mmap.mmap(-1, nbytes + step, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        raw = torch.frombuffer(memory, dtype=torch.uint8)  # which keeps the memory
+    else:
+        raw = torch.zeros(nbytes + step, dtype=torch.uint8, pin_memory=pinned)
+    start = -raw.data_ptr() % step
+    return raw[start : start + nbytes]
 
 
 def _machine(root: Path) -> int:

@@ -15,6 +15,7 @@ import torch
 
 from kv_pool.allocator import PageAllocator
 from kv_pool.errors import HostPoolError, KvPoolError, UnmirroredComponent
+from kv_pool.host_memory import zeroed_host_bytes
 
 if TYPE_CHECKING:
     from kv_planner import Component, RankManifest
@@ -259,9 +260,7 @@ def _round_up(nbytes: int) -> int:
 
 def _aligned(nbytes: int, pinned: bool) -> torch.Tensor:
     """Zeroed bytes at a multiple of 64 KiB, with room up to the next one. Shape: [nbytes]; dtype uint8."""
-    raw = torch.zeros(_round_up(nbytes) + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
-    start = -raw.data_ptr() % ALIGNMENT
-    return raw[start : start + nbytes]
+    return zeroed_host_bytes(_round_up(nbytes), ALIGNMENT, pinned=pinned)[:nbytes]
 
 
 def _mirror(

@@ -11,6 +11,7 @@ Source: observed with mooncake-transfer-engine 0.3.13.post1; codes in `describe_
 from __future__ import annotations
 
 import atexit
+import ctypes
 import importlib
 import os
 import socket
@@ -190,11 +191,12 @@ class MooncakeStorage:
         """See `PageStorage.read`."""
         if not keys:
             return 0
-        lengths = [sum(piece.nbytes for piece in pieces) for pieces in pages]
-        if all(len(pieces) == 1 for pieces in pages):
-            got = self._library.batch_get_into(list(keys), [pieces[0].ctypes.data for pieces in pages], lengths)
+        places, sizes = _pointers(pages)
+        lengths = [sum(row) for row in sizes]
+        if all(len(row) == 1 for row in sizes):
+            got = self._library.batch_get_into(list(keys), [row[0] for row in places], lengths)
         else:
-            got = self._library.batch_get_into_multi_buffers(list(keys), *_pointers(pages))
+            got = self._library.batch_get_into_multi_buffers(list(keys), places, sizes)
         for number, (code, length) in enumerate(zip(got, lengths, strict=True)):
             if code == length:
                 continue
@@ -219,11 +221,11 @@ class MooncakeStorage:
         """See `PageStorage.write`; it ends where the store has no room that it may free."""
         if not keys:
             return 0
-        if all(len(pieces) == 1 for pieces in pages):
-            places = [pieces[0].ctypes.data for pieces in pages]
-            codes = self._library.batch_put_from(list(keys), places, [pieces[0].nbytes for pieces in pages])
+        places, sizes = _pointers(pages)
+        if all(len(row) == 1 for row in sizes):
+            codes = self._library.batch_put_from(list(keys), [row[0] for row in places], [row[0] for row in sizes])
         else:
-            codes = self._library.batch_put_from_multi_buffers(list(keys), *_pointers(pages))
+            codes = self._library.batch_put_from_multi_buffers(list(keys), places, sizes)
         for number, code in enumerate(codes):
             if code == _NO_ROOM:
                 return number
@@ -290,10 +292,16 @@ def _time_limit(timeout_s: float) -> Iterator[None]:
 
 
 def _pointers(pages: Sequence[Pieces]) -> tuple[list[list[int]], list[list[int]]]:
-    return (
-        [[piece.ctypes.data for piece in pieces] for pieces in pages],
-        [[piece.nbytes for piece in pieces] for pieces in pages],
-    )
+    """Addresses and lengths of all pieces."""
+    places = [[_address(piece) for piece in pieces] for pieces in pages]
+    return places, [[piece.size for piece in pieces] for pieces in pages]
+
+
+def _address(piece: npt.NDArray[np.uint8]) -> int:
+    """`piece.ctypes.data` in a seventh of its time, which is a tenth of what the library needs for a small page."""
+    if piece.flags.writeable and piece.size:
+        return ctypes.addressof(ctypes.c_char.from_buffer(piece))
+    return piece.ctypes.data
 
 
 def _unusable(argument: str, given: object, expected: str, consequence: str) -> StorageError:
