@@ -19,8 +19,8 @@ GOLDEN = ROOT / "crates/kv-planner/python/tests/golden"
 POOLS = ROOT / "packages/kv-pool/tests/golden"
 TRANSFER = ROOT / "packages/kv-transfer/tests/golden"
 NAMES = (
-    "compressed", "contexts", "hashes", "heads", "memfabric", "pairing", "pools", "prefixes", "runs", "slicing",
-    "states", "steps", "transfers",
+    "compressed", "contents", "contexts", "hashes", "heads", "memfabric", "pairing", "pools", "prefixes", "runs",
+    "slicing", "states", "steps", "transfers",
 )  # fmt: skip
 ENGINE = "SGLang 0.5.23"
 
@@ -29,7 +29,8 @@ __all__ = ["NAMES", "dump", "place", "record"]
 
 def place(name: str) -> Path:
     """The file that holds an answer."""
-    return {"pools": POOLS, "memfabric": TRANSFER, "transfers": TRANSFER}.get(name, GOLDEN) / f"{name}.json"
+    folders = {"contents": POOLS, "pools": POOLS, "memfabric": TRANSFER, "transfers": TRANSFER}
+    return folders.get(name, GOLDEN) / f"{name}.json"
 
 
 def record(name: str) -> dict[str, Any]:
