@@ -21,7 +21,7 @@ SLOTS, START = torch.tensor(GOLDEN["slots"]), GOLDEN["start"]
 LAYERS = list(range(START, START + GOLDEN["layers"]))
 
 
-def cases(kind: str) -> Any:
+def cases(kind: str) -> pytest.MarkDecorator:
     found = [case for case in GOLDEN["cases"] if case["kind"] == kind]
     assert found
     return pytest.mark.parametrize("case", found, ids=[f"{kind} {number}" for number in range(len(found))])
@@ -104,16 +104,14 @@ def test_both_groups_of_a_windowed_pool_lie_where_theirs_do(case: dict[str, Any]
     pool = HybridPool(made["full"], made["window"])
     where = {"full": SLOTS, "window": torch.tensor(GOLDEN["window_slots"])}
     for layer in sorted(case["full"] + case["window"]):
-        group = pool.group_of(layer)
-        key, value = (
-            rows((held.shape[2], held.shape[3]), case["dtype"], 2 * layer + side)
-            for side, held in enumerate((group.key(layer), group.value(layer)))
-        )
-        group.write(layer, where["window" if group is pool.window else "full"], key, value)
+        owner = pool.group_of(layer)
+        shapes = [held.shape[2:] for held in (owner.key(layer), owner.value(layer))]
+        one, two = (rows((*shape,), case["dtype"], 2 * layer + side) for side, shape in enumerate(shapes))
+        owner.write(layer, where["window" if owner is pool.window else "full"], one, two)
     for group_name, theirs in case["groups"].items():
-        one = made[group_name]
-        assert {name: digest(one, name) for name in ("key", "value")} == theirs["digests"]
-        entries = one.manifest().entries
+        held = made[group_name]
+        assert {name: digest(held, name) for name in ("key", "value")} == theirs["digests"]
+        entries = held.manifest().entries
         assert [entry.nbytes for entry in entries] == theirs["lengths"]
         assert [entry.item_bytes for entry in entries] == theirs["items"]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,11 +13,20 @@ from kv_planner import ModelLayout
 from kv_pool import MhaPool, MoveRefused, UnsupportedMover
 from kv_pool.hicache import HOST_LAYOUTS, HostLayout, HostPool, Mover, create_mover, mover_names, whole_pages
 
+sys.path.insert(0, str(Path(__file__).parent))
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int8"])
+from pool_matrix import DTYPES, POOLS, Bits, Labels, check_round_trip
+
+
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("layout", HOST_LAYOUTS)
-def test_round_trip(check_mover: Callable[..., None], layout: HostLayout, dtype: str) -> None:
-    check_mover("cpu", "indexed", layout, dtype)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", POOLS)
+def test_items_of_every_pool_go_and_come(
+    make_labels: Labels, as_bits: Bits, kind: str, dtype: str, layout: HostLayout, threads: int
+) -> None:
+    for pool in POOLS[kind](dtype, "cpu"):
+        check_round_trip(pool, layout, "indexed", make_labels, as_bits, threads=threads)
 
 
 @pytest.mark.parametrize("widths", [(1, 3), (3, 1), (5, 8)])

@@ -66,7 +66,7 @@ def test_other_names_do_not_exist(module: Any) -> None:
 
 def test_a_shared_store_of_vllms_blocks_wants_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without PYTHONHASHSEED no other process would ever find a block; said before anything is opened."""
-    view = memoryview(np.zeros((2, 4096), np.int8))
+    view = np.zeros((2, 4096), np.int8).data
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(UnrepeatableKeys, match="set PYTHONHASHSEED before vLLM starts") as caught:
         vllm.BlockStore(SimpleNamespace(), view, "kv_pool")

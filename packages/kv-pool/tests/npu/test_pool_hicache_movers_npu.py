@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,10 @@ from kv_planner import ModelLayout
 from kv_pool import MhaPool, MoveRefused, UnsupportedMover
 from kv_pool.hicache import HOST_LAYOUTS, HostLayout, HostPool, MoverName, create_mover
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from pool_matrix import DTYPES, POOLS, Bits, Labels, check_round_trip
+
 NPU = "npu:0"
 PAIRS: list[tuple[MoverName, HostLayout]] = [
     ("dim_exchange", "page_first_direct"),
@@ -18,10 +24,22 @@ PAIRS: list[tuple[MoverName, HostLayout]] = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int8"])
 @pytest.mark.parametrize(("name", "layout"), PAIRS)
-def test_round_trip(check_mover: Callable[..., None], name: MoverName, layout: HostLayout, dtype: str) -> None:
-    check_mover(NPU, name, layout, dtype)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", POOLS)
+def test_items_of_every_pool_go_and_come(
+    make_labels: Labels, as_bits: Bits, kind: str, dtype: str, name: MoverName, layout: HostLayout
+) -> None:
+    """The operator refuses a tensor a layer; everything else travels by both movers."""
+    for pool in POOLS[kind](dtype, NPU):
+        scattered = any(
+            len({layer.untyped_storage().data_ptr() for layer in pool.layers(*c)}) > 1 for c in pool.components
+        )
+        if name == "dim_exchange" and scattered:
+            with pytest.raises(UnsupportedMover, match="a tensor a layer"):
+                create_mover(name, HostPool(pool, pages=1, layout=layout))
+        else:
+            check_round_trip(pool, layout, name, make_labels, as_bits)
 
 
 def test_the_value_has_its_own_width(make_layout: Callable[..., ModelLayout]) -> None:

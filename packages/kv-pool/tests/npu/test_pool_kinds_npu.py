@@ -124,6 +124,7 @@ def test_captured_states_follow_their_rows(
     Both kinds, target and draft, a clear of newly given rows before the writes; contents and rows are new each time.
     """
     shared: Any = {"total_heads": 2, "item_kind": "request_row"}
+    kinds: list[tuple[str, Any, int]] = [("conv", "bfloat16", 6), ("recurrent", "float32", 8)]
     layouts = {
         kind: ModelLayout(
             [
@@ -133,7 +134,7 @@ def test_captured_states_follow_their_rows(
             page_size=4,
             fingerprint="s",
         )
-        for kind, dtype, dims in (("conv", "bfloat16", 6), ("recurrent", "float32", 8))
+        for kind, dtype, dims in kinds
     }  # fmt: skip
     pool = StatePool(layouts, requests=6, device=NPU, shapes={"recurrent": (2, 4)}, writer=writer)
     where: list[tuple[str, int, Any]] = [
