@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,9 +29,10 @@ sys.path.append(str(Path(__file__).parents[2] / "packages/kv-transfer/tests"))
 from kv_transfer.integrations import sglang as ours
 from transfer_sglang import Side
 
-__all__ = ["Cluster", "Request", "configured", "free_port", "real_args"]
+__all__ = ["Cluster", "Request", "configured", "decode_rank", "free_port", "real_args"]
 
 WAIT_S = 30.0
+START_S = 240.0  # of another process, which imports SGLang
 
 
 def free_port() -> int:
@@ -93,10 +94,19 @@ class _Stages:
 
 
 class Request:
-    """One request on its way: SGLang's receivers and senders for a room."""
+    """One request on its way: SGLang's receivers and senders for a room.
 
-    def __init__(self, cluster: Cluster, room: int, *, prefix: int = 0) -> None:
-        self.cluster, self.room, self.prefix = cluster, room, prefix
+    Args:
+        cluster: Its ranks.
+        room: Its number.
+        prefix: Tokens that decode holds already.
+        alive: Whether the other process is there, where there is one; it may take its time to start.
+    """
+
+    def __init__(
+        self, cluster: Cluster, room: int, *, prefix: int = 0, alive: Callable[[], bool] | None = None
+    ) -> None:
+        self.cluster, self.room, self.prefix, self._alive = cluster, room, prefix, alive
         self.receivers: list[Any] = []
         self.senders: list[Any] = []
 
@@ -123,7 +133,7 @@ class Request:
             sender.init(len(pages), aux)
             self.senders.append(sender)
         for sender in self.senders:
-            _until(lambda sender=sender: sender.poll() != KVPoll.Bootstrapping, "decode's pages arrived at prefill")
+            _until(lambda sender=sender: sender.poll() != KVPoll.Bootstrapping, "decode's pages arrived", self._alive)
         cuts = [0, *np.cumsum(chunks).tolist(), len(pages)] if chunks else [0, len(pages)]
         for start, stop in itertools.pairwise(cuts):
             last = stop == len(pages)
@@ -134,7 +144,7 @@ class Request:
         """Where both sides ended: (senders, receivers), as `KVPoll`."""
         over = (KVPoll.Success, KVPoll.Failed)
         for one in (*self.senders, *self.receivers):
-            _until(lambda one=one: one.poll() in over, "the room ended")
+            _until(lambda one=one: one.poll() in over, "the room ended", self._alive)
         found = [one.poll() for one in self.senders], [one.poll() for one in self.receivers]
         for one in (*self.senders, *self.receivers):
             one.clear()
@@ -150,13 +160,21 @@ class Cluster:
         prefill: Prefill ranks, by stage and then by tensor-parallel rank.
         decode: Decode ranks.
         mla: Latents.
+        serve: Starts the bootstrap server.
     """
 
     def __init__(
-        self, arguments: ServerArgs, port: int, prefill: Sequence[Side], decode: Sequence[Side], *, mla: bool
+        self,
+        arguments: ServerArgs,
+        port: int,
+        prefill: Sequence[Side],
+        decode: Sequence[Side],
+        *,
+        mla: bool,
+        serve: bool = True,
     ) -> None:
         self.port = port
-        self.server = ours.bootstrap_server_class()(host="127.0.0.1", port=port)
+        self.server = ours.bootstrap_server_class()(host="127.0.0.1", port=port) if serve else None
         _until(lambda: _listens(port), "the bootstrap server listens")
         self._arguments, self._mla, self._stages = arguments, mla, _Stages()
         self.prefill = [self._manager(side, DisaggregationMode.PREFILL) for side in prefill]
@@ -169,7 +187,8 @@ class Cluster:
             for queue in getattr(manager, "transfer_queues", ()):
                 queue.put(None)
             manager.engine.close()
-        self.server.close()
+        if self.server is not None:
+            self.server.close()
 
     def _manager(self, side: Side, mode: DisaggregationMode) -> Any:
         stage, stages = side.pp
@@ -183,10 +202,18 @@ class Cluster:
             return ours.manager_class()(real_args(side), mode, self._arguments, self._mla)
 
 
-def _until(done: Any, what: str) -> None:
-    limit = time.monotonic() + WAIT_S
+def decode_rank(arguments: ServerArgs, port: int, side: Side, *, mla: bool) -> Cluster:
+    """A decode rank whose prefill ranks and bootstrap server are in another process."""
+    limit = time.monotonic() + START_S
+    while not _listens(port) and time.monotonic() < limit:
+        time.sleep(0.02)
+    return Cluster(arguments, port, [], [side], mla=mla, serve=False)
+
+
+def _until(done: Any, what: str, alive: Callable[[], bool] | None = None) -> None:
+    limit = time.monotonic() + (WAIT_S if alive is None else START_S)
     while not done():
-        assert time.monotonic() < limit, f"{what}: not within {WAIT_S:g} s"
+        assert time.monotonic() < limit and (alive is None or alive()), f"{what}: not in time"
         time.sleep(0.002)
 
 

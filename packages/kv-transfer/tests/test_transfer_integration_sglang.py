@@ -75,13 +75,13 @@ def test_stages_into_one_decode(
 @pytest.mark.parametrize("decode", [1, 2, 4, 8])
 @pytest.mark.parametrize("heads", [2, 4, 8])
 def test_heads_over_unequal_ranks(managers: Any, prefill: int, decode: int, heads: int) -> None:
-    """K and V of unequal widths (A-26); every decode rank has its heads from the ranks that SGLang lets it read."""
-    sources = [Side(MHA, range(2), heads=heads, tp=(rank, prefill)) for rank in range(prefill)]
+    """K and V of unequal widths (A-26), the draft's layer too (B09); all decode ranks have their heads (B08)."""
+    sources = [Side(MHA, range(2), drafts=1, heads=heads, tp=(rank, prefill)) for rank in range(prefill)]
     here = [managers(source, mla=False) for source in sources]
     for source in sources:
         source.fill(FROM)
     for rank in range(decode):
-        peer = Side(MHA, range(2), heads=heads, tp=(rank, decode))
+        peer = Side(MHA, range(2), drafts=1, heads=heads, tp=(rank, decode))
         there = managers(peer, mla=False)
         readers = [rank // (decode // prefill)] if decode >= prefill else [
             rank * (prefill // decode) + i for i in range(prefill // decode)

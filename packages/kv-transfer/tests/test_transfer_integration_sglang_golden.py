@@ -47,7 +47,7 @@ class Notes(PlannedTransfers):
         self.is_mla_backend, self.attn_tp_size, self.state_tp_size, self.pp_size = mla, tp[1], tp[1], pp[1]
         self.kv_args = SimpleNamespace(**{
             "engine_rank": tp[0], "page_size": PAGE, "kv_layer_ids": [], "mla_compression_ratios": None,
-            "pp_rank": pp[0], "num_draft_entries": 0,
+            "pp_rank": pp[0],
             "kv_data_lens": [1024 * item for item in fields.get("kv_item_lens", ())],
             "kv_data_ptrs": [], "kv_item_lens": [], "aux_data_ptrs": [], "aux_item_lens": [], "aux_data_lens": [],
             "state_types": [], **fields,

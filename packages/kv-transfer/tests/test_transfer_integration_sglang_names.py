@@ -22,16 +22,15 @@ COMPRESSED = json.loads((PLANNER / "compressed.json").read_text(encoding="utf-8"
 
 
 def kv_args(entries: int, **fields: Any) -> SimpleNamespace:
-    return SimpleNamespace(
-        **{"kv_data_ptrs": list(range(entries)), "prefill_start_layer": 0, "num_draft_entries": 0, **fields}
-    )
+    return SimpleNamespace(**{"kv_data_ptrs": list(range(entries)), "prefill_start_layer": 0, **fields})
 
 
 def of_case(case: dict[str, Any], field: str) -> SimpleNamespace:
     """The case with the total under today's name, or under the one before."""
+    newer = {"draft_kv_layers": case["configured_draft"]} if field == "hidden_kv_layers" else {}
     return kv_args(
         case["source_entries"], kv_buf_groups=case["groups"], prefill_start_layer=case["start"],
-        draft_kv_layers=case["configured_draft"] if field == "hidden_kv_layers" else 0, **{field: case["total"]},
+        **{field: case["total"], **newer},
     )  # fmt: skip
 
 
@@ -50,28 +49,29 @@ def truth(case: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 CASES = [
-    pytest.param(kind, case, field, id=f"{kind} of {case['groups']}: {case['name']}, {field}")
+    pytest.param(kind, case, id=f"{kind} of {case['groups']}: {case['name']}")
     for kind in ("mha", "mla")
     for case in SLICING[kind]
-    for field in ("hidden_kv_layers", "total_kv_layers")
 ]
 
 
-@pytest.mark.parametrize(("kind", "case", "field"), CASES)
-def test_stages_against_sglangs_answers(kind: str, case: dict[str, Any], field: str) -> None:
+@pytest.mark.parametrize(("kind", "case"), CASES)
+def test_stages_against_sglangs_answers(kind: str, case: dict[str, Any]) -> None:
     """Both field sets pair by name; where SGLang answers otherwise it is A-01 or A-25, and no list is short."""
-    args, mla = of_case(case, field), kind == "mla"
     theirs = None if case["pairs"] is None else sorted(
         (source + i, destination + i) for source, destination, count in case["pairs"] for i in range(count)
     )  # fmt: skip
-    if case["source_draft"] and not case["destination_draft"]:
-        with pytest.raises((kp.PlanError, UnsupportedLayout)):
-            pair_with_peer(args, case["destination_entries"], mla=mla, pp_size=None, last=case["last"])
-        return  # A-25: SGLang's list is short, or pairs with other buffers
-    ours = pair_with_peer(args, case["destination_entries"], mla=mla, pp_size=None, last=case["last"])
-    assert list(ours) == truth(case)
-    if theirs != sorted(ours):
-        assert kind == "mha", "A-25 concerns drafts that decode has not"  # A-01
+    for field in ("hidden_kv_layers", "total_kv_layers"):
+        args = of_case(case, field)
+        more: dict[str, Any] = {"mla": kind == "mla", "pp_size": None, "last": case["last"]}
+        if case["source_draft"] and not case["destination_draft"]:
+            with pytest.raises((kp.PlanError, UnsupportedLayout)):
+                pair_with_peer(args, case["destination_entries"], **more)
+            continue  # A-25: SGLang's list is short, or pairs with other buffers
+        ours = pair_with_peer(args, case["destination_entries"], **more)
+        assert list(ours) == truth(case)
+        if theirs != sorted(ours):
+            assert kind == "mha", "A-25 concerns drafts that decode has not"  # A-01
 
 
 def test_sglangs_rule_for_k_and_v_is_wrong_often_enough_to_be_compared() -> None:
@@ -155,6 +155,8 @@ def test_a_compressed_list_of_another_length_is_refused() -> None:
         (6, {"kv_buf_groups": 2, "hidden_kv_layers": 9, "prefill_start_layer": 2}, "kv_data_ptrs"),  # last, too short
         (6, {"kv_buf_groups": 2, "hidden_kv_layers": 2, "draft_kv_layers": 3}, "draft_kv_layers"),  # A09: one forgotten
         (6, {"kv_buf_groups": 2, "hidden_kv_layers": 3, "draft_kv_layers": 1}, "draft_kv_layers"),  # A13: all of them
+        (48, {"kv_buf_groups": 1, "hidden_kv_layers": 47, "draft_kv_layers": 0}, "draft_kv_layers"),  # A09, its numbers
+        (48, {"kv_buf_groups": 1, "hidden_kv_layers": 47, "num_draft_entries": 0}, "kv_data_ptrs"),
         (6, {"kv_layer_ids": [0, 1, 2]}, "kv_layer_ids"),
         (6, {"kv_entry_names": [("latent", "target", 0, 0)]}, "kv_entry_names"),
     ],

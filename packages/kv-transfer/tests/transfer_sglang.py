@@ -92,7 +92,7 @@ class Side:
             state_dim_per_tensor=[], state_conv_shard_groups=[], state_slice_outer_counts=[],
             kv_head_num=len(self.own), total_kv_head_num=heads,
             prefill_start_layer=layers.start, prefill_end_layer=layers.stop, hidden_kv_layers=self.hidden,
-            draft_kv_layers=0, num_draft_entries=sum(name[1] == "draft" for name in self.names),
+            draft_kv_layers=drafts, num_draft_entries=sum(name[1] == "draft" for name in self.names),
             kv_buf_groups=len(kinds), mla_compression_ratios=None, gpu_id=0,
         )  # fmt: skip
 

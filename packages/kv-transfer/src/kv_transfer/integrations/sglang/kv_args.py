@@ -70,7 +70,7 @@ def manifest_of(
         component, part = name[:2]
         if (component, part) not in specs:
             specs[component, part] = _spec(kv_args, component, part, model[component, part], item, heads, stop - first)
-    for absent in model.keys() - specs.keys():  # the draft, on a stage without it
+    for absent in [kind for kind in model if kind not in specs]:  # the draft, on a stage without it
         specs[absent] = _like(specs[absent[0], "target"], absent, model[absent])
     ordered = sorted(specs.items(), key=lambda held: held[0][1] != "target")
     layout = kv_planner.ModelLayout([spec for _, spec in ordered], page_size=kv_args.page_size, fingerprint=fingerprint)

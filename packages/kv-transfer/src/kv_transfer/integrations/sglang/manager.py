@@ -186,7 +186,7 @@ class PlannedTransfers(Registrations, Pointers):
         dst_dcp_rank: int,
         src_page_offset: int,
         decode_prefix_len: int,
-        num_kv_tokens: int,
+        num_kv_tokens: int | None,
         executor: Any,
         dst_layer_ids: list[int],
         pack_buffer: Any = None,
@@ -206,6 +206,10 @@ class PlannedTransfers(Registrations, Pointers):
                 executor=executor, dst_layer_ids=dst_layer_ids, pack_buffer=pack_buffer,
                 dst_kv_item_lens=dst_kv_item_lens, dst_tp_rank=dst_tp_rank, dst_attn_tp_size=dst_attn_tp_size,
             ))  # fmt: skip
+        if num_kv_tokens is None:
+            raise refusal(
+                "num_kv_tokens", None, None, "a share of a context is counted in tokens", "pass the tokens of the chunk"
+            )
         local, shared = self._local(), self._shared()
         names = own_names(self.kv_args, **local.stage)
         peer = self._peers.get(mooncake_session_id)
@@ -223,8 +227,7 @@ class PlannedTransfers(Registrations, Pointers):
             runs = kv_planner.page_interleaved(
                 source, destination, page_size=page, dcp_rank=dst_dcp_rank, dcp_size=dst_dcp_size,
                 tokens=src_page_offset * page + num_kv_tokens, prefix_tokens=decode_prefix_len,
-                page_offset=src_page_offset,
-                slots="global" if slots else "local",
+                page_offset=src_page_offset, slots="global" if slots else "local",
             )  # fmt: skip
             chosen = [kind for kind, held in kinds.items() if held is slots]
             batches += plan.lowered(runs, destination, self._capabilities(), chosen)

@@ -135,8 +135,8 @@ def stage_of(kv_args: Any, entries: int, *, mla: bool, pp_size: int | None, last
             "kv_data_ptrs", entries, groups, f"{entries} entries are no whole number of {groups} groups",
             "give every entry a layer id, or a name by setup_state_kv_args",
         )  # fmt: skip
-    layers, said = entries // groups, int(getattr(kv_args, "num_draft_entries", 0) or 0)
-    if said % groups or said > entries:
+    layers, said = entries // groups, getattr(kv_args, "num_draft_entries", None)
+    if said is not None and (said % groups or said > entries):
         raise refusal("num_draft_entries", said, entries, f"no whole number of {groups} groups", "count every buffer")
     start, hidden = int(getattr(kv_args, "prefill_start_layer", 0) or 0), total_layers(kv_args)
     if hidden is None:
@@ -145,9 +145,10 @@ def stage_of(kv_args: Any, entries: int, *, mla: bool, pp_size: int | None, last
                 "hidden_kv_layers", None, None, "a stage does not know where its layers are in the model's list",
                 "set hidden_kv_layers (or total_kv_layers) to the target layers of the whole model",
             )  # fmt: skip
-        hidden = layers - said // groups
-    drafts = said // groups or max(0, start + layers - hidden)
-    configured = int(getattr(kv_args, "draft_kv_layers", 0) or 0)
+        hidden = layers - (said or 0) // groups
+    # The older field set does not count the draft: what is behind the model's last layer is the draft's.
+    drafts = max(0, start + layers - hidden) if said is None else said // groups
+    configured = getattr(kv_args, "draft_kv_layers", None)
     stage = Stage(components, hidden, start, layers - drafts, drafts)
     if stage.target < 0 or start + stage.target > hidden or (last and start + stage.target != hidden):
         raise refusal(
@@ -155,7 +156,7 @@ def stage_of(kv_args: Any, entries: int, *, mla: bool, pp_size: int | None, last
             f"layers {start} to {start + stage.target} and {drafts} draft layers do not fit a model of {hidden}",
             "register every layer of the stage once, drafts on the last stage only",
         )  # fmt: skip
-    if configured and (drafts not in (0, configured) or (last and not drafts)):
+    if configured is not None and (drafts not in (0, configured) or (last and drafts != configured)):
         raise refusal(
             "draft_kv_layers", drafts, configured, "the list holds another number of draft layers than the draft has",
             "register every draft layer on the last stage, in every group",
@@ -253,7 +254,7 @@ def pair_with_peer(
                     f"layer {layer} has unequally many buffers on the two sides", "load the same model on both sides",
                 )  # fmt: skip
         return pair_entries(_names_by_id(source, groups), _names_by_id(destination, groups))
-    if entries == len(own) and pp_size == 1 and not getattr(kv_args, "num_draft_entries", 0) and _is_own(kv_args):
+    if entries == len(own) and pp_size == 1 and not getattr(kv_args, "num_draft_entries", None) and _is_own(kv_args):
         return tuple((entry, entry) for entry in range(entries))
     stage = stage_of(kv_args, len(own), mla=mla, pp_size=pp_size, last=last)
     return pair_entries(stage.names(), peer_stage(stage, entries, pp_size=pp_size).names())
