@@ -49,7 +49,11 @@ def test_the_slowest_rank_sets_the_time() -> None:
     assert slow.seconds_scattered == pytest.approx(2 * moved[0] / 1e9 + blocks * 50e-6)
     assert slow.seconds_joined < slow.seconds_scattered
     assert "slow: " in found.text() and "at 1000 MB/s and 50.0 µs a block" in found.text()
-    assert "broken" not in found.text()
+    assert "broken" not in found.text() and "for decode 0, at" in found.text()
+    assert fast.slowest == "decode 0" and "bytes on average" not in found.text()
+    assert explain(_side(), _side(pipeline=2), engines=[FAST]).estimates[0].slowest == "prefill 0"
+    # Unequal tensor-parallel sizes: every token's head goes by itself.
+    assert "blocks hold 128 bytes on average" in explain(_side(tensor=2), _side(), engines=[FAST]).text()
 
 
 def test_sides_that_do_not_fit_have_reasons_and_no_times(tmp_path: Path) -> None:
@@ -144,5 +148,6 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert report["plan"]["agrees"] and [own["engine"] for own in report["estimates"]] == ["loopback"]
     assert report["estimates"][0]["seconds_joined"] > 0
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    assert run("p.json", "bad.json").returncode == 2
+    done = run("p.json", "bad.json")
+    assert done.returncode == 2 and "bad.json: model: Field required" in done.stderr
     assert run("p.json", "d.json", "--engine", "rdma").returncode == 2

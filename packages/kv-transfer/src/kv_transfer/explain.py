@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import pydantic
 from kv_planner.explain import Deployment, Difference, Rank, Transfer
 from kv_planner.explain import Report as Plan
 from kv_planner.explain import explain as plan
@@ -20,6 +21,9 @@ from kv_transfer.groups import MAIN
 from kv_transfer.spans import request_span
 
 __all__ = ["Estimate", "Explanation", "Side", "explain", "read_side"]
+
+
+_SMALL_BLOCK = 4096
 
 
 class _Data(BaseModel):
@@ -46,6 +50,7 @@ class Estimate(_Data):
         engine: As for `create_engine`.
         seconds_joined: When the request's pages lie one behind the other.
         seconds_scattered: When no two do.
+        slowest: The rank that takes so long, as in "decode 0"; the others wait for it.
         megabytes_per_second: Rate that it is based on, in 10**6 bytes.
         microseconds_per_block: Cost of a block that it is based on.
     """
@@ -53,6 +58,7 @@ class Estimate(_Data):
     engine: str
     seconds_joined: float
     seconds_scattered: float
+    slowest: str
     megabytes_per_second: float
     microseconds_per_block: float
 
@@ -81,13 +87,20 @@ class Explanation(_Data):
         if self.groups and self.plan.agrees:
             lines.append("all groups: " + ", ".join(_moved(move) for move in self.plan.transfers))
         if self.estimates:
-            lines.append("\nestimated time of the slowest rank, from rates measured on this machine:")
+            lines.append("\nestimated time until the slowest rank is done, from rates measured on this machine:")
         for own_time in self.estimates:
             joined, scattered = _time(own_time.seconds_joined), _time(own_time.seconds_scattered)
             rate, cost = own_time.megabytes_per_second, own_time.microseconds_per_block
             lines.append(
-                f"  {own_time.engine}: {joined} (pages together) to {scattered} (pages scattered), "
-                f"at {rate:.0f} MB/s and {cost:.1f} µs a block"
+                f"  {own_time.engine}: {joined} (pages together) to {scattered} (pages scattered) "
+                f"for {own_time.slowest}, at {rate:.0f} MB/s and {cost:.1f} µs a block"
+            )
+        blocks = sum(move.blocks_joined for move in self.plan.transfers)
+        nbytes = sum(move.bytes for move in self.plan.transfers)
+        if self.estimates and blocks and nbytes // blocks < _SMALL_BLOCK:
+            lines.append(
+                f"blocks hold {nbytes // blocks} bytes on average, so their number counts more than their bytes: with "
+                f"equal tensor-parallel sizes, or heads before tokens in a page on both sides, there are far fewer"
             )
         return "\n".join(lines)
 
@@ -142,11 +155,17 @@ def read_side(path: Path) -> Side:
         ValueError: It is not the JSON of a deployment, or its windows are of no group.
     """
     text = path.read_text(encoding="utf-8")
-    known = json.loads(text)
-    if isinstance(known, dict) and "groups" in known:
-        side = Side.model_validate_json(text)
-    else:
-        side = Side(groups={MAIN: Deployment.model_validate_json(text)})
+    try:
+        known = json.loads(text)
+        if isinstance(known, dict) and "groups" in known:
+            side = Side.model_validate_json(text)
+        else:
+            side = Side(groups={MAIN: Deployment.model_validate_json(text)})
+    except pydantic.ValidationError as error:
+        wrong = [f"{'.'.join(map(str, item['loc'])) or 'the file'}: {item['msg']}" for item in error.errors()]
+        raise ValueError(f"{path}: {'; '.join(wrong)} (python -m kv_planner schema says what it may hold)") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: no JSON: {error}") from None
     unknown = sorted(side.windows.keys() - side.groups.keys())
     if unknown or any(window < 1 for window in side.windows.values()):
         raise ValueError(f"windows: {dict(side.windows)}: expected tokens, 1 or more, of groups {sorted(side.groups)}")
@@ -227,7 +246,7 @@ def _moved(move: Transfer) -> str:
 
 def _estimate(found: Plan, own: EngineReport) -> Estimate:
     rate, cost = (own.megabytes_per_second or 0.0) * 1e6, (own.microseconds_per_block or 0.0) / 1e6
-    joined, scattered = (
+    (joined, slowest), (scattered, _) = (
         _slowest(
             (move.source, move.destination, move.bytes / rate + getattr(move, name) * cost) for move in found.transfers
         )
@@ -237,18 +256,20 @@ def _estimate(found: Plan, own: EngineReport) -> Estimate:
         engine=own.name,
         seconds_joined=joined,
         seconds_scattered=scattered,
+        slowest=slowest,
         megabytes_per_second=rate / 1e6,
         microseconds_per_block=cost * 1e6,
     )
 
 
-def _slowest(moves: Iterable[tuple[int, int, float]]) -> float:
+def _slowest(moves: Iterable[tuple[int, int, float]]) -> tuple[float, str]:
     """A rank sends, and is sent to, one transfer after the other; ranks work side by side."""
-    busy: defaultdict[tuple[str, int], float] = defaultdict(float)
+    busy: defaultdict[str, float] = defaultdict(float)
     for source, destination, seconds in moves:
-        busy["from", source] += seconds
-        busy["to", destination] += seconds
-    return max(busy.values(), default=0.0)
+        busy[f"prefill {source}"] += seconds
+        busy[f"decode {destination}"] += seconds
+    rank = max(busy, key=busy.__getitem__, default="nobody")
+    return busy[rank], rank
 
 
 def _time(seconds: float) -> str:
