@@ -14,6 +14,7 @@ from transfer_memory import RankMemory, make_layout, stages, whole
 from transfer_pair import HeldEngine, eventually
 
 import kv_transfer as kt
+from kv_transfer.engine import Blocks, TransferHandle, TransferState, TransferStatus
 from kv_transfer.engines.loopback import LoopbackEngine
 from kv_transfer.integrations.vllm.decode import DecodeWorker
 from kv_transfer.integrations.vllm.prefill import PrefillWorker
@@ -56,7 +57,14 @@ class World:
 
     def start_decode(self, memory: RankMemory | None = None) -> DecodeWorker:
         manifest = (memory or self.target).manifest
-        end = kt.DecodeEnd(manifest, kt.create_engine("loopback"), self.directory, timeouts=TIMEOUTS, every=0.02)
+        end = kt.DecodeEnd(
+            manifest,
+            kt.create_engine("loopback"),
+            self.directory,
+            timeouts=TIMEOUTS,
+            every=0.02,
+            on_failed_pages="recompute",
+        )
         self.keep.callback(end.close)
         self.decode_end = end
         return DecodeWorker(end, KERNEL_BLOCKS, PAGE, TIMEOUTS.handshake)
@@ -77,6 +85,20 @@ class World:
     def faults(self, blocks: dict[int, int]) -> list[str]:
         """Of decode pages, when decode block d should hold source block blocks[d]."""
         return self.target.faults({d * 2 + half: s * 2 + half for d, s in blocks.items() for half in range(2)})
+
+
+class Faulty(LoopbackEngine):
+    """Cannot write at some addresses."""
+
+    def __init__(self) -> None:
+        super().__init__(max_entries_per_batch=1)
+        self.bad: set[int] = set()
+
+    def submit(self, peer: str, batch: Blocks) -> TransferHandle:
+        handle = super().submit(peer, batch)
+        if int(batch.destination[0]) in self.bad:
+            handle.settle(TransferStatus(TransferState.FAILED, "broken by the test"))
+        return handle
 
 
 @pytest.fixture
@@ -332,3 +354,21 @@ def test_the_rest_of_a_block_is_not_sent(world: World) -> None:
     moved = {d * 2 + half: s * 2 + half for d, s in WHOLE.items() for half in range(2)}
     moved.pop(DESTINATION[2] * 2 + 1)
     assert world.target.faults(moved) == []
+
+
+def test_only_blocks_that_did_not_come_are_computed_again(world: World) -> None:
+    decode = world.start(Faulty)
+    layer = next(entry for entry in world.target.manifest.entries if entry.layer_id == 3)
+    for engine in world.engines:
+        assert isinstance(engine, Faulty)
+        engine.bad.add(layer.address + DESTINATION[1] * 2 * layer.item_stride)
+    decode.take(StepWords(loads=(load(),)))
+    world.push(chunk(count=1, last=False))
+    world.push(chunk(first=1, count=2))
+    wait_finished(decode.finished, {"b"})
+    assert decode.failed_blocks() == set(DESTINATION[1:]), "those of the chunk that the engine gave up"
+    assert decode.failed_blocks() == set()
+    for worker in world.prefill:
+        wait_finished(lambda own=worker: own.finished({"a"}), {"a"})  # type: ignore[misc]
+    first = [DESTINATION[0] * 2, DESTINATION[0] * 2 + 1]
+    assert not [fault for fault in world.faults(WHOLE) for page in first if f" page {page}:" in fault]

@@ -123,7 +123,8 @@ class Connector:
                 self._prefill = PrefillWorker(sending, caches.kernel_blocks, page_tokens, timeouts.offer)
             else:
                 host = settings.host or self._config.kv_transfer_config.kv_ip
-                receiving = DecodeEnd(caches.manifest, engine, directory, host=host, port=settings.port, **options)
+                options |= {"host": host, "port": settings.port, "on_failed_pages": "recompute"}
+                receiving = DecodeEnd(caches.manifest, engine, directory, **options)
                 self._ends.append(receiving)
                 self._decode = DecodeWorker(receiving, caches.kernel_blocks, page_tokens, timeouts.handshake)
         except BaseException:

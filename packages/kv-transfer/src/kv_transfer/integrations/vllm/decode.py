@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kv_transfer.decode_end import DecodeEnd
 from kv_transfer.errors import SessionStateError, TransferError
+from kv_transfer.groups import MAIN
 from kv_transfer.integrations.vllm.words import Load, StepWords
 from kv_transfer.receiver_session import ReceiverSession
 
@@ -91,12 +92,24 @@ class DecodeWorker:
             return False
         if pull.session is None and not pull.failed and not pull.aborted:
             return False
-        if pull.failed or (pull.session is not None and pull.session.error is not None):
-            self._failed_blocks.update(pull.load.blocks if not pull.aborted else ())
-            if pull.session is not None and not pull.aborted:
-                _LOG.warning("request %s: its K/V did not arrive: %s", name, pull.session.error)
+        if not pull.aborted:
+            self._failed_blocks |= self._failures(name, pull)
         del self._pulls[name]
         return True
+
+    def _failures(self, name: str, pull: _Pull) -> set[int]:
+        """Blocks of an ended request that did not come: all of them, or those that the engine could not move."""
+        if pull.session is None:
+            return set(pull.load.blocks)
+        try:
+            result = pull.session.poll()
+        except TransferError as error:
+            _LOG.warning("request %s: its K/V did not arrive: %s", name, error)
+            return set(pull.load.blocks)
+        pages = () if result is None else result.failed_pages.get(MAIN, ())
+        if pages:
+            _LOG.warning("request %s: %d of its pages did not arrive", name, len(pages))
+        return {page // self._kernel_blocks for page in pages}
 
     def _offer(self, pull: _Pull) -> None:
         load = pull.load
