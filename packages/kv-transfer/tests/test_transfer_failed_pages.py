@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Literal
 
 import kv_planner as kp
 import pytest
-from transfer_image import Image, side
+from transfer_image import EMPTY, Image, byte_of, side
 from transfer_pair import FAST, eventually
 
 import kv_transfer as kt
@@ -16,7 +17,7 @@ from kv_transfer.engines.loopback import LoopbackEngine
 from kv_transfer.errors import EngineError
 from kv_transfer.groups import Groups
 from kv_transfer.messages import GroupOffer, Offer
-from kv_transfer.receiver_room import Shares
+from kv_transfer.shares import Shares
 
 PAGE = 4
 Policy = Literal["fail", "retry", "recompute"]
@@ -280,6 +281,38 @@ def test_a_real_fault_of_the_receivers_memory_is_tried_again(make: Make) -> None
     sending.wait(5)
     assert sides.engines[0].begun == 4
     assert sides.decode.faults(sides.decode.expected({4: 1, 7: 2})) == []
+
+
+def test_whatever_fails_is_reported_and_all_else_arrives(make: Make) -> None:
+    """60 rooms over pages that are used again: a page is exact, or named; its tokens are those that are reported."""
+    dice = random.Random(5)
+    sides, incomplete = make("recompute", pp=2), 0
+    for room in range(60):
+        pages = dice.sample(range(1, 12), dice.randint(1, 5))
+        source = dice.sample(range(1, 12), len(pages))
+        tokens = len(pages) * PAGE - dice.randrange(PAGE)
+        session = sides.receiver.open(room, pages, tokens=tokens)
+        for sender, engine in zip(sides.senders, sides.engines, strict=True):
+            engine.begun, engine.fails = 0, {n for n in range(5) if dice.random() < 0.2}
+            engine.partial = dice.random() < 0.5
+            sending, start = sender.open(room), 0
+            while start < len(pages):
+                count = dice.randint(1, 3)
+                sending.send(source[start : start + count], start=start)
+                start += count
+            sending.finish(wait=False)
+        result = session.wait(5)
+        failed = set(result.failed_pages.get("main", ()))
+        incomplete += bool(failed)
+        computed = {token for begin, end in result.recompute for token in range(begin, end)}
+        assert computed == {t for t in range(tokens) if pages[t // PAGE] in failed}
+        own = sides.decode
+        exact = own.expected({to: page for to, page in zip(pages, source, strict=True) if to not in failed})
+        base = int(own.arena.ctypes.data)
+        assert all(own.arena[at - base] == byte_of(label) for at, label in exact.items())
+        own.arena[[at - base for at in own.expected(dict(zip(pages, source, strict=True)))]] = EMPTY
+        assert own.faults({}) == []
+    assert 10 < incomplete < 50
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -218,6 +218,8 @@ def test_impossible_offers_are_refused_by_name(keep: Callable[[Sides], Sides]) -
     sending = sides.senders[0].open(0)
     with pytest.raises(kt.ArgumentError, match="have page ids of their own, got one list"):
         sending.send([1], start=0)
+    with pytest.raises(kt.ArgumentError, match=r"start: nothing for groups \['full'\]"):
+        sending.send({"full": [1], "window": [1]}, start={"window": 0})
     with pytest.raises(kt.CoverageError, match=r"pages \[0, 2\) of the request"):
         sending.send({"window": [1, 2]}, start=0)
     with pytest.raises(ValueError, match=r"layer_ids: \[1\] are not on this rank's route, which has \[0, 2\]"):

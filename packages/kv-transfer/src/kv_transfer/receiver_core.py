@@ -51,7 +51,8 @@ from kv_transfer.messages import (
 )
 from kv_transfer.page_holds import PageHolds, things_of
 from kv_transfer.receiver_peer import Peer, lost_error
-from kv_transfer.receiver_room import ReceiverRoom, Shares, Writer
+from kv_transfer.receiver_room import ReceiverRoom, Writer
+from kv_transfer.shares import Shares
 from kv_transfer.silence import Silence
 from kv_transfer.spans import Interleave
 from kv_transfer.states import PEER_STEPS, PeerPhase, StateMachine

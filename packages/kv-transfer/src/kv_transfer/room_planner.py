@@ -155,16 +155,22 @@ class RoomPlanner:
         """A chunk of pages of each group that is given.
 
         Raises:
-            ArgumentError: No such group, or one list for several.
+            ArgumentError: No such group, one list for several, or no start.
             CoverageError: It reaches past the offered pages.
             kv_planner.PlanError: Pages that cannot be paired.
             ValueError: A layer or part that this rank's route does not hold, or pages that are no 1-D array.
         """
         given = by_group("source_pages", source_pages, self._groups)
+        if isinstance(start, Mapping) and not given.keys() <= start.keys():
+            raise ArgumentError(
+                f"start: nothing for groups {sorted(given.keys() - start.keys())}",
+                consequence="it would be unknown which pages of the request these are",
+                remedy="give the first page of each list, or one number for all",
+            )
         layers = self._select({name: self._planners[name].summary.layers for name in given}, layer_ids, parts)
         found = []
         for name, pages in given.items():
-            begin = start.get(name, 0) if isinstance(start, Mapping) else start
+            begin = start[name] if isinstance(start, Mapping) else start
             found.append(self._planners[name].chunk(page_array("source_pages", pages), begin, layers[name], ready))
         return tuple(chunk for chunk in found if chunk is not None)
 

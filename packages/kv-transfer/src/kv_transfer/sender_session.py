@@ -106,7 +106,7 @@ class SenderSession:
             ready: Says when each layer of these pages is computed, and the layer is sent then. None: all are.
 
         Raises:
-            ArgumentError: No such group, or one list where several groups have pages.
+            ArgumentError: No such group, one list where several groups have pages, or no start of a group.
             CoverageError: A (layer, page) was sent before, or the chunk reaches out of the offered pages. Nothing is
                 sent.
             kv_planner.PlanError: The pages are not valid. Nothing is sent.
