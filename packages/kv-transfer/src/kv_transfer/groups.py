@@ -38,22 +38,29 @@ class Group:
     name: str
     manifest: kv_planner.RankManifest
     window: int | None = None
+    _known: dict[frozenset[kv_planner.Part], Mapping[kv_planner.ItemKind, int]] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def kinds(self, parts: Iterable[kv_planner.Part]) -> set[kv_planner.ItemKind]:
         """What the items of the rank's entries of `parts` are."""
-        wanted, layout = set(parts), self.manifest.layout
-        entries = (entry for entry in self.manifest.entries if entry.part in wanted)
-        return {layout.spec(entry.component, entry.part).item_kind for entry in entries}
+        return set(self._counted(parts))
 
     def items(self, kind: kv_planner.ItemKind, parts: Iterable[kv_planner.Part]) -> int:
         """Items that every buffer of a kind has; 0 without one."""
-        wanted, layout = set(parts), self.manifest.layout
-        found = (
-            entry.items
-            for entry in self.manifest.entries
-            if entry.part in wanted and entry.item_bytes and layout.spec(entry.component, entry.part).item_kind == kind
-        )
-        return min(found, default=0)
+        return self._counted(parts).get(kind, 0)
+
+    def _counted(self, parts: Iterable[kv_planner.Part]) -> Mapping[kv_planner.ItemKind, int]:
+        """Least number of items by kind; counted once, as every room asks."""
+        wanted = frozenset(parts)
+        if wanted not in self._known:
+            layout, found = self.manifest.layout, dict[kv_planner.ItemKind, int]()
+            for entry in self.manifest.entries:
+                if entry.part in wanted and entry.item_bytes:
+                    kind = layout.spec(entry.component, entry.part).item_kind
+                    found[kind] = min(entry.items, found.get(kind, entry.items))
+            self._known[wanted] = found
+        return self._known[wanted]
 
 
 class Groups:
