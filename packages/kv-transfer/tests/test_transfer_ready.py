@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import threading
 import time
 
 import numpy as np
 import pytest
 from transfer_memory import make_layout, stages, whole
-from transfer_pair import Pair, eventually
+from transfer_pair import HeldEngine, Pair, eventually
 
 import kv_transfer as kt
+from kv_transfer.engine import Blocks
+from kv_transfer.loop import POLL_SECONDS
 
 SMALL = kt.Limits(ready_step_bytes=1)
 
@@ -179,3 +183,43 @@ def test_a_ready_that_raises_ends_its_room_only(pairs: list[Pair]) -> None:
     other.send([2], start=0)
     other.finish()
     assert second.wait(5).pages == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "pause"),
+    [
+        ({"settles_itself": True, "progress_on_poll": False}, math.inf),
+        ({"settles_itself": False, "progress_on_poll": False}, POLL_SECONDS),
+        ({"settles_itself": False, "progress_on_poll": True}, 0.0),
+    ],
+)
+def test_a_sender_polls_only_engines_that_need_it(pairs: list[Pair], kind: dict[str, bool], pause: float) -> None:
+    class Engine(HeldEngine):
+        held: list[kt.TransferHandle]
+
+        @property
+        def capabilities(self) -> kt.EngineCapabilities:
+            return dataclasses.replace(super().capabilities, **kind)
+
+        def submit(self, peer: str, batch: Blocks) -> kt.TransferHandle:
+            handle = super().submit(peer, batch)
+            self.held = [handle]
+            return handle
+
+    pair = Pair(stages(make_layout(), 1), whole(make_layout()), Engine)
+    pairs.append(pair)
+    engine, sender = pair.engines[0], pair.senders[0]
+    assert isinstance(engine, Engine)
+    session = pair.receiver.open(0, [4])
+    sending = sender.open(0)
+    sending.send([1], start=0)
+    sending.finish(wait=False)
+    assert eventually(lambda: engine.begun == 1)
+    with sender.lock:
+        assert sender._advance(time.monotonic()) == pause
+    engine.go.set()
+    if kind["settles_itself"]:
+        engine.poll(engine.held[0])  # as a thread of the library would
+    assert session.wait(5).pages == 1
+    with sender.lock:
+        assert sender._advance(time.monotonic()) == math.inf
