@@ -23,6 +23,14 @@ PAGES = [7, 2, 9, 4, 11]
 BIG = list(range(1, 17))
 
 
+class Refused(AssertionError):
+    """An answer that holds an error where none was expected."""
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        super().__init__(answer)
+        self.answer = answer
+
+
 class Process:
     """A node: `call` sends a command and returns its answer."""
 
@@ -46,18 +54,23 @@ class Process:
         self.popen.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
 
     def _answer(self, seconds: float = 60.0) -> dict[str, Any]:
-        assert self.popen.stdout is not None
         deadline = time.monotonic() + seconds
+        while not (line := self._line(deadline)).startswith(b"{"):
+            print(line.decode(), file=sys.stderr, flush=True)  # UCX complains on standard output
+        answer = json.loads(line)
+        assert isinstance(answer, dict)
+        return answer
+
+    def _line(self, deadline: float) -> bytes:
+        assert self.popen.stdout is not None
         while b"\n" not in self._read:
             left = max(0.0, deadline - time.monotonic())
-            assert select.select([self.popen.stdout], [], [], left)[0], f"no answer within {seconds} s"
+            assert select.select([self.popen.stdout], [], [], left)[0], "no answer in time"
             data = os.read(self.popen.stdout.fileno(), 1 << 16)
             assert data, f"the process ended with {self.popen.wait()}"
             self._read += data
         line, self._read = self._read.split(b"\n", 1)
-        answer = json.loads(line)
-        assert isinstance(answer, dict)
-        return answer
+        return line
 
     def end(self, seconds: float = 60.0) -> dict[str, Any]:
         return self._answer(seconds)
@@ -68,7 +81,8 @@ class Process:
 
     def ok(self, do: str, **arguments: object) -> dict[str, Any]:
         answer = self.call(do, **arguments)
-        assert "error" not in answer, answer
+        if "error" in answer:
+            raise Refused(answer)
         return answer
 
     def signal(self, number: signal.Signals) -> None:

@@ -158,7 +158,7 @@ def faults(count: int, seed: int) -> None:
             with contextlib.ExitStack() as keep:
                 cluster = scenarios.Cluster(engine, keep)
                 for room in range(min(10, share - sum(done.values()))):
-                    done[random_fault(cluster, dice, 2 * room)] += 1
+                    done[random_fault(cluster, dice, 10 * room)] += 1
                 if share >= 10 and engine != "loopback":
                     dice.choice(scripted)(cluster, dice.uniform(0.0, 0.4))
                     done["in the midst of a write to a stopped receiver, or stopped without a word"] += 1
