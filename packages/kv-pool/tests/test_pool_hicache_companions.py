@@ -167,6 +167,19 @@ def test_the_last_pages_stay_while_they_are_read_or_copied(text: Text) -> None:
     assert member.device.evict(8) == 3 - 1
 
 
+def test_what_is_on_its_way_to_the_host_is_not_there_yet(text: Text) -> None:
+    bench = make(["window"], streams=_Slow())
+    bench.serve(text(1, 13))
+    member = bench.cache._group.member("window")
+    lead = np.array([1, 2, 3])
+    assert member.host.find(lead).all() and not member.on_host(lead).any()
+    held = bench.cache.acquire(text(1, 13))
+    assert held.hit_tokens == 12 and held._shares[0].host.size == 3 and not held._shares[0].host.any()
+    bench.cache.abort(held)
+    bench.cache.drain()
+    assert (member.on_host(lead) == member.host.find(lead)).all() and member.on_host(lead).all()
+
+
 class _Slow(ImmediateStreams):
     """Copies end when somebody waits for them."""
 

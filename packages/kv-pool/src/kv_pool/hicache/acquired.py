@@ -84,8 +84,9 @@ class Acquired:
         Shape: [pages]; dtype int64. Before `load`, those that are not on the device are 0.
 
         Raises:
-            CacheError: There is no such companion.
+            CacheError: There is no such companion, or the handle has ended.
         """
+        self._expect("companion_pages", "acquired", "loaded")
         return self._share(name).member.device.find(self._pages)
 
     def row(self, name: str) -> int:

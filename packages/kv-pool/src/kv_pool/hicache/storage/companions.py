@@ -231,11 +231,11 @@ class CompanionStorage:
         keys: dict[str, list[str]] = {}
         for name, member in self._members.items():
             lacks = member.host.find(homes) == 0
+            member.host.touch(homes[~lacks])  # what is there already is the last to leave for what is read
             trailing = member.companion.trailing
             most = int(lacks.sum()) if trailing is None else min(int(lacks.sum()), trailing)
-            taken = member.take_host(most)
-            prefetch._taken[name] = taken
-            missing[name] = lacks.tolist()
+            prefetch._taken[name] = member.take_host(most)
+            missing[name] = (member.host.find(homes) == 0).tolist()
             text = own.tokens[: homes.size * self._tier.host.page_size]
             keys[name] = page_keys(self._digests[name], text, self._tier.host.page_size, own.namespace)
         prefetch._work = self._tier.submit(self._read, prefetch, missing, keys)
