@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kv_pool.hicache.acquired import Namespace
     from kv_pool.tables import IntArray
 
-__all__ = ["Inline", "Prefetch", "Read", "StorageCounters", "Write", "Writing"]
+__all__ = ["Inline", "Prefetch", "PrefetchState", "Read", "StorageCounters", "Write", "Writing"]
 
 PrefetchState: TypeAlias = Literal["below_threshold", "reading", "done", "cancelled"]
 
