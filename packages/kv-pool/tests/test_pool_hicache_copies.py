@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from kv_pool import CacheError, HostPoolError
+from kv_pool import CacheError, DoubleFree, HostPoolError
 from kv_pool.hicache import CopyLimits, ImmediateStreams, Lane, Mark, UnderWay, create_mover
 
 Text = Callable[[int, int], list[int]]
@@ -253,7 +253,12 @@ def test_an_abort_stops_its_load(make: Callable[..., Any], text: Text) -> None:
     assert bench.recorder.taken("load") == [(0, 3), (1, 3)]
     bench.cache.abort(acquired)
     bench.check_books()
-    assert (bench.allocator.holders(pages) == 1).all() and bench.cache.accounting().in_use == 3  # still being written
+    assert bench.allocator.lingering == bench.cache.accounting().in_use == 3  # nobody holds them, they are written yet
+    with pytest.raises(DoubleFree, match=str(sorted(pages)[0])):
+        bench.allocator.release(pages)
+    others = bench.allocator.alloc(bench.allocator.available)
+    assert not {*others.tolist()} & {*pages}
+    bench.allocator.release(others)
     assert bench.index.counts().device.held == 0 and bench.index.counts().host.protected == 3
     bench.streams.let_go("load")
     bench.cache.poll()

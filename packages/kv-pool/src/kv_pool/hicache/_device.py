@@ -14,7 +14,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kv_pool.allocator import PageAllocator
+    from kv_pool.allocator import PageAllocator, PageUse
     from kv_pool.hicache.host_pool import HostPool, Mirror
     from kv_pool.tables import IndexLike, IntArray
 
@@ -46,16 +46,21 @@ class DevicePages:
         """See `PageAllocator.retain`."""
         self._allocator.retain(pages)
 
+    def in_use(self, pages: IndexLike) -> PageUse:
+        """See `PageAllocator.in_use`; end it with `end`."""
+        return self._allocator.in_use(pages)
+
     def release(self, pages: IndexLike) -> None:
-        """Drop one holder of each page, and poison the pages that nobody holds then."""
-        ids = np.asarray(pages, dtype=np.int64)
-        if not ids.size:
-            return
-        self._allocator.release(ids)
-        freed = ids[self._allocator.holders(ids) == 0]
-        if not self._storages or not freed.size:
-            return
-        fill_poison(self._storages, freed)
+        """Drop one holder of each page, and poison the pages that are free then: pages in use are not."""
+        self._overwrite(self._allocator.release(pages))
+
+    def end(self, use: PageUse) -> None:
+        """End a use, and poison the pages that are free then."""
+        self._overwrite(use.end())
+
+    def _overwrite(self, freed: IntArray) -> None:
+        if self._storages and freed.size:
+            fill_poison(self._storages, freed)
 
 
 def fill_poison(storages: Sequence[torch.Tensor], pages: IntArray) -> None:

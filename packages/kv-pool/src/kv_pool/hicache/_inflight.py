@@ -11,6 +11,7 @@ from kv_pool.errors import HostPoolError
 if TYPE_CHECKING:
     from kv_planner import PrefixLock
 
+    from kv_pool.allocator import PageUse
     from kv_pool.hicache.streams import Mark
     from kv_pool.tables import IntArray
 
@@ -125,9 +126,10 @@ class Load:
     Attributes:
         nodes: Index nodes that got their device page by it.
         host_pages: Where they lie.
-        device_pages: Where they go; the load is one of their holders.
+        device_pages: Where they go.
         lock: Keeps the host pages.
         after: End of the compute that may still use what is overwritten.
+        use: Keeps the device pages from everybody else until the load has ended, whoever releases them meanwhile.
         batch: What it was submitted with; `None` while it waits.
     """
 
@@ -136,6 +138,7 @@ class Load:
     device_pages: IntArray
     lock: PrefixLock
     after: Mark
+    use: PageUse
     batch: LoadBatch | None = None
 
     @property

@@ -86,11 +86,11 @@ class Loads:
             Exception: What the mover or the device raised; the lock is dropped, and nothing writes the pages any more.
         """
         try:
-            load = Load(nodes, host_pages, device_pages, lock, self._streams.mark("compute"))
+            after = self._streams.mark("compute")
+            load = Load(nodes, host_pages, device_pages, lock, after, self._device.in_use(device_pages))
         except BaseException:
             self._index.unlock(lock)
             raise
-        self._device.retain(device_pages)
         self._queue.append(load)
         try:
             if not self._busy():
@@ -237,4 +237,4 @@ class Loads:
 
     def _release(self, load: Load) -> None:
         self._index.unlock(load.lock)
-        self._device.release(load.device_pages)
+        self._device.end(load.use)
