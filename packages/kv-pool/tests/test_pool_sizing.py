@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_planner import ComponentSpec, ModelLayout, Placement
-from kv_pool import BudgetError, MhaPool, PoolShare, available_host_bytes, plan_memory
+from kv_pool import (
+    BudgetError,
+    HybridPool,
+    MhaPool,
+    Pool,
+    PoolShare,
+    StatePool,
+    available_host_bytes,
+    plan_memory,
+)
 from kv_pool.__main__ import app
 from kv_pool.hicache import HostPool
 from kv_pool.sizing import request_from_json
@@ -84,6 +93,46 @@ def test_the_plan_is_what_pools_then_take() -> None:
         host = HostPool(pool, pages=plan.host_tokens // 16)
         assert host.num_pages == budget.host_items and host.nbytes >= budget.host_nbytes
     assert 2 * host.nbytes <= 2 * 10**6
+
+
+def test_pools_of_every_kind_take_what_was_planned() -> None:
+    """Both groups of a hybrid pool, states, a draft apart; two stages of two ranks: all fits, and bytes are equal."""
+    full, window = layout(layers=range(6)), layout(layers=range(6, 10), dims=16)
+    draft, state = layout("draft", layers=[10, 11], dims=8), layout(layers=range(6), dims=32, kind="request_row")
+    stages: dict[str, list[Any]] = {
+        "full": [range(4), range(4, 6)], "window": [[6], [7, 8, 9]], "draft": [{"draft": [10]}, {"draft": [11]}],
+        "state": [range(3), range(3, 6)],
+    }  # fmt: skip
+    shares = [
+        PoolShare("full", full, layer_ids=stages["full"]), PoolShare("window", window, 0.3, layer_ids=stages["window"]),
+        PoolShare("draft", draft, layer_ids=stages["draft"]),
+        PoolShare("state", state, requests=5, layer_ids=stages["state"]),
+    ]  # fmt: skip
+    device, host_bytes = [3 * 10**6, 2 * 10**6, 3 * 10**6, 3 * 10**6], 40 * 10**6
+    plan = plan_memory(shares, placements=ranks(2, 2), device_bytes=device, host_bytes=host_bytes)
+    hosts = 0
+    for rank, placement in enumerate(ranks(2, 2)):
+        budgets = {budget.name: budget for budget in plan.pools if budget.placement == placement}
+        stage = {name: layers[placement.pp_rank] for name, layers in stages.items()}
+
+        def pages(
+            name: str, held: ModelLayout, budgets: Any = budgets, stage: Any = stage, at: Any = placement
+        ) -> MhaPool:
+            return MhaPool(held, size=(budgets[name].items - 1) * 16, device="cpu", layer_ids=stage[name], placement=at)
+
+        hybrid = HybridPool(pages("full", full), pages("window", window))
+        rows = StatePool({"s": state}, requests=5, device="cpu", layer_ids=stage["state"], placement=placement)
+        made: dict[str, Pool] = {
+            "full": hybrid.full, "window": hybrid.window, "draft": pages("draft", draft), "state": rows.kind("s"),
+        }  # fmt: skip
+        for name, pool in made.items():
+            assert (pool.num_pages, pool.nbytes) == (budgets[name].items, budgets[name].nbytes), name
+            host = HostPool(pool, pages=budgets[name].host_items - 1)
+            assert host.num_pages == budgets[name].host_items and host.nbytes >= budgets[name].host_nbytes
+            hosts += host.nbytes
+        assert sum(pool.nbytes for pool in made.values()) <= device[rank]
+        assert hybrid.full.num_pages == made["draft"].num_pages == plan.tokens // 16 + 1
+    assert hosts <= host_bytes
 
 
 @pytest.mark.parametrize(
