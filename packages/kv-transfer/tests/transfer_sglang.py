@@ -111,24 +111,25 @@ class Side:
                     expected[page] = label(*name, number, self.own, self.kinds[name[0]].width)
             np.testing.assert_array_equal(memory, expected, err_msg=str(name))
 
-    def registration(self, session: str, **changes: Any) -> Any:
-        """What SGLang's `KVArgsRegisterInfo` holds of this rank."""
-        args = self.args
-        return SimpleNamespace(**{
-            "mooncake_session_id": session, "dst_kv_ptrs": list(args.kv_data_ptrs),
-            "dst_kv_item_lens": list(args.kv_item_lens), "dst_kv_item_len": args.kv_item_lens[0],
-            "dst_kv_layer_ids": list(args.kv_layer_ids), "dst_aux_ptrs": list(args.aux_data_ptrs),
-            "dst_state_data_ptrs": args.state_data_ptrs, "dst_state_item_lens": args.state_item_lens,
-            "dst_state_layer_ids": args.state_layer_ids, "dst_state_dim_per_tensor": args.state_dim_per_tensor,
-            "dst_tp_rank": self.tp[0], "dst_attn_tp_size": self.tp[1], "dst_dcp_size": 1, "dst_dcp_rank": 0,
-            **changes,
-        })  # fmt: skip
+
+def registration(side: Any, session: str, **changes: Any) -> Any:
+    """What SGLang's `KVArgsRegisterInfo` holds of a rank."""
+    args = side.args
+    return SimpleNamespace(**{
+        "mooncake_session_id": session, "dst_kv_ptrs": list(args.kv_data_ptrs),
+        "dst_kv_item_lens": list(args.kv_item_lens), "dst_kv_item_len": args.kv_item_lens[0],
+        "dst_kv_layer_ids": list(args.kv_layer_ids), "dst_aux_ptrs": list(args.aux_data_ptrs),
+        "dst_state_data_ptrs": args.state_data_ptrs, "dst_state_item_lens": args.state_item_lens,
+        "dst_state_layer_ids": args.state_layer_ids, "dst_state_dim_per_tensor": args.state_dim_per_tensor,
+        "dst_tp_rank": side.tp[0], "dst_attn_tp_size": side.tp[1], "dst_dcp_size": 1, "dst_dcp_rank": 0,
+        **changes,
+    })  # fmt: skip
 
 
 class Manager(PlannedTransfers):
-    """The calls of this package's manager alone: a rank's attributes, and no control plane."""
+    """The calls of this package's manager alone: a rank's `args`, `tp` and `pp`, and no control plane."""
 
-    def __init__(self, side: Side, *, mla: bool) -> None:
+    def __init__(self, side: Any, *, mla: bool) -> None:
         self.kv_args = side.args
         self.is_mla_backend = mla
         self.attn_tp_size = self.state_tp_size = side.tp[1]
@@ -142,11 +143,11 @@ class Manager(PlannedTransfers):
     def _is_npu_dsa_layout(self) -> bool:
         return self.is_mla_backend and getattr(self.kv_args, "kv_buf_groups", 1) == 3
 
-    def register(self, peer: Side, session: str, said: Any = None, **changes: Any) -> str | None:
+    def register(self, peer: Any, session: str, said: Any = None, **changes: Any) -> str | None:
         """A peer's registration; the reason of a refusal, or None."""
         if said is not None:
             self._said[session] = said
-        reason: str | None = self._validate_peer_state_layout(peer.registration(session, **changes))[1]
+        reason: str | None = self._validate_peer_state_layout(registration(peer, session, **changes))[1]
         return reason
 
 
