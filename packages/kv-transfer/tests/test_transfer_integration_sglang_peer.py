@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transfer_sglang import MHA, MLA, Manager, Side
 
-from kv_transfer import ArgumentError, EngineError, ProtocolError
+from kv_transfer import ArgumentError, EngineError, EngineUnavailable, ProtocolError
 from kv_transfer.errors import MessageTooLarge, ProtocolVersionError
+from kv_transfer.integrations.sglang import plugin
 from kv_transfer.integrations.sglang.published import MOST_BYTES, Published, decode
 from kv_transfer.integrations.sglang.settings import ENGINE, OPTIONS, create_session_engine
 
@@ -197,3 +202,20 @@ def test_sixty_four_bit_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [int(n) for batch in batches for n in batch.source] == [at + 18_559_906_560 for at in own.args.kv_data_ptrs]
     assert int(batches[0].destination[0]) == base + (1 << 41) + 2_147_558_400
     here.engine.close()
+
+
+def test_the_plugin_is_an_entry_point_that_can_be_called() -> None:
+    """SGLang loads it by this name in each of its processes."""
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(r'\[project\.entry-points\."sglang\.srt\.plugins"\]\nkv_transfer = "([\w.]+):(\w+)"', text)
+    assert found is not None
+    assert callable(getattr(importlib.import_module(found[1]), found[2]))
+
+
+def test_without_a_setting_the_plugin_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENGINE, raising=False)
+    plugin()  # asks nothing of SGLang, which is not installed here
+    monkeypatch.setenv(ENGINE, "loopback")
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    with pytest.raises(EngineUnavailable, match="SGLang"):
+        plugin()
