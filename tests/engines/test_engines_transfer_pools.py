@@ -55,8 +55,8 @@ def windows() -> Any:
     """Layers 0 and 3 see everything, 1 and 2 a window."""
     return SWAKVPool(
         size=PAGES * PAGE, size_swa=PAGES * PAGE, page_size=PAGE, dtype=torch.float16, head_num=2, head_dim=32,
-        swa_attention_layer_ids=[1, 2], full_attention_layer_ids=[0, 3], enable_kvcache_transpose=False, device="npu",
-        token_to_kv_pool_class=NPUMHATokenToKVPool, enable_memory_saver=False,
+        swa_attention_layer_ids=[1, 2], full_attention_layer_ids=[0, 3], device="npu",
+        token_to_kv_pool_class=NPUMHATokenToKVPool,
     )  # fmt: skip
 
 
