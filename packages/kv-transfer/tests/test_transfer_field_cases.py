@@ -24,8 +24,12 @@ def test_the_ranks_that_a_rank_sends_to_are_flat_and_unique_b06() -> None:
 
     def rank(number: int, size: int) -> kp.RankManifest:
         heads = kp.split_heads(8, tp_rank=number, tp_size=size)
-        held = {("key", "target"): ids, ("value", "target"): ids}
-        return RankMemory(layout, held, placement=kp.Placement(tp_rank=number, tp_size=size), head_range=heads).manifest
+        return RankMemory(
+            layout,
+            {("key", "target"): ids, ("value", "target"): ids},
+            placement=kp.Placement(tp_rank=number, tp_size=size),
+            head_range=heads,
+        ).manifest
 
     prefill, decode = ([rank(number, size) for number in range(size)] for size in (2, 4))
     agreement = kp.agree(kp.Deployment(prefill), kp.Deployment(decode))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import re
 import sys
@@ -17,8 +18,10 @@ from hypothesis import strategies as st
 from transfer_sglang import MHA, MLA, Manager, Side
 
 from kv_transfer import ArgumentError, EngineError, EngineUnavailable, ProtocolError
+from kv_transfer.engines.memfabric import MemfabricEngine
+from kv_transfer.engines.mooncake import MooncakeEngine
 from kv_transfer.errors import MessageTooLarge, ProtocolVersionError
-from kv_transfer.integrations.sglang import plugin
+from kv_transfer.integrations.sglang import plugin, settings
 from kv_transfer.integrations.sglang.published import MOST_BYTES, Published, decode
 from kv_transfer.integrations.sglang.settings import ENGINE, OPTIONS, create_session_engine
 
@@ -150,6 +153,28 @@ def test_the_engine_is_a_setting(monkeypatch: pytest.MonkeyPatch, name: str) -> 
     else:
         with pytest.raises(ArgumentError, match=ENGINE):
             create_session_engine(manager)
+
+
+@pytest.mark.parametrize("name", ["mooncake", "memfabric", "nixl"])
+def test_the_address_and_the_store_are_sglangs(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """What SGLang's own Ascend engine reads of its environment, given to ours by its options' names."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(settings, "create_engine", lambda engine, **options: asked.update(options, engine=engine))
+    monkeypatch.setenv(ENGINE, name)
+    monkeypatch.setenv(OPTIONS, '{"workers": 2}')
+    monkeypatch.setenv("ASCEND_MF_STORE_URL", "tcp://10.0.0.1:24669")
+    create_session_engine(
+        SimpleNamespace(
+            local_ip="10.0.0.7",
+            disaggregation_mode=SimpleNamespace(value="prefill"),
+            kv_args=SimpleNamespace(gpu_id=3),
+        )
+    )
+    own = {} if name == "nixl" else {"hostname": "10.0.0.7"}
+    store = {"store_url": "tcp://10.0.0.1:24669", "role": "Prefill", "device_id": 3} if name == "memfabric" else {}
+    assert asked == {"engine": name, "workers": 2, **own, **store}
+    kind: Any = {"mooncake": MooncakeEngine, "memfabric": MemfabricEngine, "nixl": None}[name]
+    assert kind is None or asked.keys() - {"engine"} <= set(inspect.signature(kind).parameters)
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "3"])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 import functools
 import logging
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal
 
@@ -68,7 +67,6 @@ class PlannedTransfers(Registrations, Pointers):
     def init_engine(self) -> None:
         """Make the engine that the settings name."""
         self._begin()
-        self._worker = threading.local()
         self.engine = create_session_engine(self)
 
     def register_buffer_to_engine(self) -> None:
@@ -288,6 +286,8 @@ class PlannedTransfers(Registrations, Pointers):
                 super().transfer_worker(watched, executor, staging_buffer, worker_index)
                 return
             except RuntimeError as error:  # what the worker makes of every error
+                if watched.chunk is None:
+                    raise
                 self._fail(watched.chunk, error.__context__ or error)
 
     def _write(self, session: str, batches: Iterable[Blocks]) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import struct
+import threading
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -37,6 +38,7 @@ class Registrations(Rank):
         self._said: dict[str, Published | TransferError] = {}
         self._refused: dict[str, str] = {}
         self._registering = ""
+        self._worker = threading.local()
 
     def build_receiver_registration_message(self) -> list[bytes]:
         """SGLang's frames, and one with what they leave out.
