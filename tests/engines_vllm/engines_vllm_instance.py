@@ -69,7 +69,7 @@ def _configuration(role: str, directory: str) -> VllmConfig:
             kv_transfer_config=KVTransferConfig(
                 kv_connector="KvTransferConnector",
                 kv_connector_module_path="kv_transfer.integrations.vllm",
-                kv_role=role,  # type: ignore[arg-type]
+                kv_role=role,
                 kv_load_failure_policy="recompute",
                 kv_connector_extra_config={
                     "directory": directory,
