@@ -253,3 +253,18 @@ def test_a_registration_comes_back_after_it_was_forgotten() -> None:
     assert directory.members("prefill") == ()
     with pytest.raises(kt.PeerLost, match="did not answer"):
         kt.Registration(kt.DirectoryClient("tcp://127.0.0.1:9", timeout=0.1), member)
+
+
+def test_the_service_says_why_it_does_not_start(tmp_path: Path) -> None:
+    def start(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "kv_transfer", "directory", *options]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    short = tmp_path / "secret"
+    short.write_text("short\n")
+    with kt.DirectoryServer() as server:
+        taken = start("--bind", server.endpoint)
+    assert taken.returncode == 2 and "cannot be bound" in taken.stderr
+    assert start("--secret-file", str(tmp_path / "none")).returncode == 2
+    weak = start("--secret-file", str(short))
+    assert weak.returncode == 2 and "secret" in weak.stderr

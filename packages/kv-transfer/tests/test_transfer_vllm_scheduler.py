@@ -6,11 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm_pieces import Request, blocks, configuration, groups, step
+from vllm_pieces import Request, blocks, configuration, step
 
 import kv_transfer as kt
 from kv_transfer.integrations.vllm.scheduler import SchedulerSide
-from kv_transfer.integrations.vllm.settings import Settings, place_of, side_of
+from kv_transfer.integrations.vllm.settings import Settings, engine_options, place_of, side_of
 from kv_transfer.integrations.vllm.words import Chunk, Handshake, Load, StepWords
 
 
@@ -174,4 +174,19 @@ def test_settings_come_from_the_extra_config() -> None:
     shared.parallel_config.decode_context_parallel_size = 2
     with pytest.raises(kt.UnsupportedLayout, match="decode_context_parallel_size"):
         place_of(shared, settings)
-    assert groups(8).kv_cache_groups[0].kv_cache_spec.block_size == 8
+
+
+def test_engines_are_told_what_the_instance_knows() -> None:
+    device = SimpleNamespace(index=3)
+
+    def options(engine: str, **given: Any) -> dict[str, Any]:
+        return engine_options(
+            Settings.of(configuration(engine=engine, engine_options=given)), "decode", "10.0.0.2", device
+        )
+
+    assert options("nixl") == {}
+    assert options("mooncake", workers=2) == {"hostname": "10.0.0.2", "workers": 2}
+    assert options("mooncake", hostname="10.0.0.9") == {"hostname": "10.0.0.9"}
+    assert options("memfabric", store_url="tcp://10.0.0.1:21234") == {
+        "hostname": "10.0.0.2", "role": "Decode", "device_id": 3, "store_url": "tcp://10.0.0.1:21234",
+    }  # fmt: skip

@@ -372,3 +372,19 @@ def test_only_blocks_that_did_not_come_are_computed_again(world: World) -> None:
         wait_finished(lambda own=worker: own.finished({"a"}), {"a"})  # type: ignore[misc]
     first = [DESTINATION[0] * 2, DESTINATION[0] * 2 + 1]
     assert not [fault for fault in world.faults(WHOLE) for page in first if f" page {page}:" in fault]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_broken_pusher_is_told_to_the_engine(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.start()
+    worker = world.prefill[0]
+
+    def fail(push: object) -> bool:
+        raise MemoryError("broken by the test")
+
+    monkeypatch.setattr(worker, "_advance", fail)
+    worker.take(StepWords(chunks=(chunk(),)), None)
+    assert eventually(lambda: not worker._thread.is_alive())
+    for call in (lambda: worker.take(StepWords(), None), lambda: worker.finished({"a"})):
+        with pytest.raises(kt.SessionStateError, match=r"ended by an error: MemoryError\('broken by the test'\)"):
+            call()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,7 +22,7 @@ from kv_transfer.integrations.vllm.decode import DecodeWorker
 from kv_transfer.integrations.vllm.prefill import PrefillWorker
 from kv_transfer.integrations.vllm.ready import StepLayers
 from kv_transfer.integrations.vllm.scheduler import SchedulerSide
-from kv_transfer.integrations.vllm.settings import Settings, place_of, side_of
+from kv_transfer.integrations.vllm.settings import Settings, engine_options, place_of, side_of
 from kv_transfer.integrations.vllm.words import Handshake, StepWords
 from kv_transfer.prefill_end import PrefillEnd
 from kv_transfer.registry import create_engine
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Connector", "connector_class", "register"]
 
+_LOG = logging.getLogger(__name__)
+_HOST_ENGINES = ("loopback", "mooncake", "nixl")
 NAME = "KvTransferConnector"
 _RELEASE = "vLLM 0.23"
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
@@ -110,10 +113,18 @@ class Connector:
         first = next(iter(kv_caches.values()))
         self._device = (first[0] if isinstance(first, list | tuple) else first).device
         if self._device.type != "cpu":
+            if settings.engine in _HOST_ENGINES:
+                _LOG.warning(
+                    "engine %s reads and writes host memory, the caches are on %s: this works only where device memory "
+                    "is host memory, as on an emulated device; use memfabric on NPUs",
+                    settings.engine,
+                    self._device,
+                )
             self._device_module = getattr(importlib.import_module("torch"), self._device.type)
         timeouts, secret = settings.limits_in_time(), settings.secret()
         directory = DirectoryClient(settings.directory, secret=secret)
-        engine = create_engine(settings.engine, **settings.engine_options)
+        host = settings.host or self._config.kv_transfer_config.kv_ip
+        engine = create_engine(settings.engine, **engine_options(settings, self._side, host, self._device))
         options: dict[str, Any] = {"parts": settings.parts, "timeouts": timeouts, "secret": secret}
         page_tokens = caches.manifest.layout.page_size
         try:
@@ -122,7 +133,6 @@ class Connector:
                 self._ends.append(sending)
                 self._prefill = PrefillWorker(sending, caches.kernel_blocks, page_tokens, timeouts.offer)
             else:
-                host = settings.host or self._config.kv_transfer_config.kv_ip
                 options |= {"host": host, "port": settings.port, "on_failed_pages": "recompute"}
                 receiving = DecodeEnd(caches.manifest, engine, directory, **options)
                 self._ends.append(receiving)

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.errors import TransferError
+from kv_transfer.errors import SessionStateError, TransferError
 from kv_transfer.integrations.vllm.words import Chunk, StepWords
 from kv_transfer.prefill_end import PrefillEnd
 from kv_transfer.ready import Ready
@@ -86,12 +86,14 @@ class PrefillWorker:
         self._changed = threading.Condition()
         self._closed = False
         self._has_news = False
+        self._crash: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="kv-transfer-vllm-prefill", daemon=True)
         self._thread.start()
 
     def take(self, words: StepWords, ready: Ready | None) -> None:
         """Takes the chunks of a step before it is computed; `ready` says when their layers are."""
         with self._changed:
+            self._require_running()
             for name, reason in words.aborts:
                 push = self._pushes.get(name)
                 if push is not None:
@@ -117,6 +119,7 @@ class PrefillWorker:
     def finished(self, ended: Iterable[str]) -> set[str]:
         """Requests whose blocks may be freed: the engine has ended them, and nobody reads them any more."""
         with self._changed:
+            self._require_running()
             self._ended.update(name for name in ended if name in self._pushes)
             done = {name for name in self._ended if self._pushes[name].over}
             for name in done:
@@ -145,6 +148,15 @@ class PrefillWorker:
         push.pieces.append(_Piece(first, pages, ready))
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            # Whatever it was, blocks would be held for ever: the engine's next call says so.
+            with self._changed:
+                self._crash = error
+            raise
+
+    def _serve(self) -> None:
         while True:
             with self._changed:
                 if self._closed:
@@ -155,6 +167,14 @@ class PrefillWorker:
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed or self._has_news, _PAUSE if active else _IDLE)
                     self._has_news = False
+
+    def _require_running(self) -> None:
+        if self._crash is not None:
+            raise SessionStateError(
+                f"the thread that pushes blocks ended by an error: {self._crash!r}",
+                consequence="nothing is sent any more, and blocks would be held for ever",
+                remedy="start the instance again",
+            ) from self._crash
 
     def _advance(self, push: _Push) -> bool:
         """One look at a request; whether something changed."""

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from kv_transfer.config import Timeouts
 from kv_transfer.errors import ArgumentError, UnsupportedLayout
 
-__all__ = ["Settings", "place_of", "side_of"]
+__all__ = ["Settings", "engine_options", "place_of", "side_of"]
 
 Side = Literal["prefill", "decode"]
 
@@ -26,7 +26,8 @@ class Settings(BaseModel):
     Attributes:
         directory: Address of the deployment's directory (`python -m kv_transfer directory`).
         engine: As for `create_engine`; the same on both sides.
-        engine_options: Its options.
+        engine_options: Its options. Those that follow from the instance need not be given: `hostname` of mooncake and
+            memfabric, `role` and `device_id` of memfabric.
         host: Address of this machine that the other side reaches; vLLM's `kv_ip` by default.
         port: First control port of the decode side; 0: free ones.
         secret_file: File with the secret that all ends and the directory share.
@@ -94,6 +95,23 @@ class Settings(BaseModel):
                 local=sorted(self.timeouts),
                 remedy=f"use the names {', '.join(Timeouts.__dataclass_fields__)}",
             ) from None
+
+
+def engine_options(settings: Settings, side: Side, host: str, device: Any) -> dict[str, Any]:
+    """Options of the engine: what is given, and what follows from the instance.
+
+    Args:
+        settings: Of the connector.
+        side: Which one this instance is.
+        host: Address under which the other side reaches this machine.
+        device: `torch.device` of the caches.
+    """
+    known: dict[str, Any] = {}
+    if settings.engine in ("mooncake", "memfabric"):
+        known["hostname"] = host  # by default they would tell other machines that this one is 127.0.0.1
+    if settings.engine == "memfabric":
+        known |= {"role": side.capitalize(), "device_id": device.index or 0}
+    return {**known, **settings.engine_options}
 
 
 def side_of(vllm_config: Any) -> Side:
