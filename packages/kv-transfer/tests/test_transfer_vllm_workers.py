@@ -345,6 +345,30 @@ def test_two_decode_ranks_share_the_heads(world: World) -> None:
         assert memory.faults(moved) == []
 
 
+def test_a_prefill_rank_of_which_nobody_needs_anything_says_so(world: World) -> None:
+    """Two ranks hold the same head: one of them sends it, and neither keeps its blocks for ever."""
+    world.layout = make_layout(page_size=PAGE, heads=1)
+    owned = {(spec.component, spec.part): list(spec.layer_ids) for spec in world.layout.components}
+    world.sources = [
+        RankMemory(world.layout, owned, placement=kp.Placement(tp_rank=rank, tp_size=2), head_range=(0, 1)).fill()
+        for rank in range(2)
+    ]
+    world.target = whole(world.layout)
+    decode = world.start()
+    (idle,) = [end for end in world.prefill_ends if end.group()[0].sends_nothing]
+    silent = world.prefill[world.prefill_ends.index(idle)]
+    world.push(chunk(count=1, last=False))
+    time.sleep(0.05)
+    assert silent.finished({"a"}) == set(), "its prompt is not whole yet"
+    world.push(chunk(first=1, count=2))
+    wait_finished(lambda: silent.finished(set()), {"a"})
+    decode.take(StepWords(loads=(load(),)))
+    wait_finished(decode.finished, {"b"})
+    (other,) = [worker for worker in world.prefill if worker is not silent]
+    wait_finished(lambda: other.finished({"a"}), {"a"})
+    assert world.faults(WHOLE) == []
+
+
 def test_the_rest_of_a_block_is_not_sent(world: World) -> None:
     """A prompt that ends on a block's first page leaves its second one as it is."""
     decode = world.start()
