@@ -119,7 +119,12 @@ def mla(make_layout: Callable[..., ModelLayout]) -> Pool:
     return MlaPool(sparse(), size=28, device="cpu")
 
 
-@pytest.mark.parametrize("make", [mha, mla])
+def latents(make_layout: Callable[..., ModelLayout]) -> Pool:
+    held = ModelLayout(sparse().components[:2], page_size=4, fingerprint="latents")
+    return MlaPool(held, size=28, device="cpu")
+
+
+@pytest.mark.parametrize("make", [mha, mla, latents])
 def test_copies_come_back_into_other_pages(
     make: Callable[..., Pool], make_layout: Callable[..., ModelLayout], make_labels: Labels, as_bits: Bits
 ) -> None:

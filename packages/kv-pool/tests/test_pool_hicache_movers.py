@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from kv_planner import ModelLayout
-from kv_pool import MhaPool, MoveRefused, UnsupportedMover
+from kv_planner import ComponentSpec, ModelLayout
+from kv_pool import MhaPool, MoveRefused, UnsupportedMover, adopt
 from kv_pool.hicache import HOST_LAYOUTS, HostLayout, HostPool, Mover, create_mover, mover_names, whole_pages
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -27,6 +28,35 @@ def test_items_of_every_pool_go_and_come(
 ) -> None:
     for pool in POOLS[kind](dtype, "cpu"):
         check_round_trip(pool, layout, "indexed", make_labels, as_bits, threads=threads)
+
+
+@pytest.mark.parametrize("layout", HOST_LAYOUTS)
+def test_values_of_64_beside_keys_of_512_g02(layout: HostLayout) -> None:
+    """G02: two layers, three pages of four tokens, a counter that no two elements share, index keys, sentinels."""
+    widths: dict[str, int] = {"key": 512, "value": 64, "index_key": 48}
+    specs = [
+        ComponentSpec(name, layer_ids=[0, 1], dtype="float32", total_heads=1, dims=dims)  # type: ignore[arg-type]
+        for name, dims in widths.items()
+    ]
+    memory: dict[Any, torch.Tensor] = {name: torch.zeros(2, 3, 4, 1, dims) for name, dims in widths.items()}
+    start = 0
+    for tensor in memory.values():
+        tensor.copy_(torch.arange(start, start + tensor.numel()).view(tensor.shape))
+        start += tensor.numel()
+    saved = {name: tensor.clone() for name, tensor in memory.items()}
+    host = HostPool(adopt(memory, ModelLayout(specs, page_size=4, fingerprint="g02")), pages=3, layout=layout)
+    mover = create_mover("indexed", host)
+    for mirror in host.mirrors:
+        mirror.host.fill_(-1)
+    mover.backup([2, 1], [1, 2])
+    for mirror in host.mirrors:
+        held = saved[mirror.component]
+        assert torch.equal(mirror.host[1], held[:, 2]) and torch.equal(mirror.host[2], held[:, 1])
+        assert bool((mirror.host[[0, 3]] == -1).all())
+        memory[mirror.component].fill_(-2)
+    mover.load([1], [1])
+    for name, tensor in memory.items():
+        assert torch.equal(tensor[:, 1], saved[name][:, 2]) and bool((tensor[:, [0, 2]] == -2).all())
 
 
 @pytest.mark.parametrize("widths", [(1, 3), (3, 1), (5, 8)])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from kv_pool import PageAllocator, SlotAllocator
+from kv_pool import OutOfPages, PageAllocator, SlotAllocator
 
 
 def allocator(pages: int = 8, page_size: int = 4) -> tuple[PageAllocator, SlotAllocator]:
@@ -168,3 +168,15 @@ class Requests(RuleBasedStateMachine):
 
 
 TestRequests = Requests.TestCase
+
+
+def test_ten_requests_of_one_token_take_ten_pages_c16() -> None:
+    """C16: ten prompts of one token need 640 slots where pages have 64 tokens, not ten."""
+    pages = PageAllocator(11, 64)
+    slots = SlotAllocator(pages)
+    nothing, one = np.zeros(10, np.int64), np.ones(10, np.int64)
+    assert slots.available == 640
+    taken = slots.extend(nothing, one, nothing)
+    assert slots.available == 0 and taken.tolist() == [64 * page for page in range(1, 11)]
+    with pytest.raises(OutOfPages):
+        slots.extend([0], [1], [0])

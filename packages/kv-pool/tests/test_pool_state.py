@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -119,3 +120,15 @@ def test_what_does_not_fit_is_refused() -> None:
         make(layer_ids=[1])
     with pytest.raises(HeadRangeError):
         make(placement=Placement(tp_size=3))
+
+
+def test_no_two_dtypes_share_an_allocation_g35() -> None:
+    """G35: a float32 state and a 16-bit one, target and draft: four allocations, none inside another."""
+    pool = make()
+    spans = []
+    for kind in pool.kinds:
+        for component, part in pool.kind(kind).components:
+            held = pool.kind(kind).storage(component, part).untyped_storage()
+            spans.append((held.data_ptr(), held.data_ptr() + held.nbytes()))
+    spans.sort()
+    assert len(spans) == 4 and all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
