@@ -15,6 +15,7 @@ from typing import Any, Literal
 import kv_planner as kp
 
 LAYERS, PAGES = 6, 3
+FEW, MANY = 16, 96  # connections of a case
 TARGET: tuple[kp.Part, ...] = ("target",)
 KINDS = ("mha1", "mha2", "mha8", "mha3", "mla", "mla+index", "hybrid", "window", "compressed")
 PIPELINES = tuple(itertools.product((1, 2, 3), (1, 2)))
@@ -210,7 +211,7 @@ def product(sizes: bool) -> Iterator[Case]:
             yield case if fits else Case(kind, size, pp, tp, draft)
 
 
-def covering(seed: int, most: int = 96) -> list[Case]:
+def covering(seed: int, most: int = MANY) -> list[Case]:
     """Cases in which every pair of values of two dimensions is moved once, and a dozen that are refused.
 
     Args:

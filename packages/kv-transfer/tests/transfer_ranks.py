@@ -2,9 +2,9 @@
 
 `python transfer_ranks.py ENGINE WHICH SEED PROCESSES` runs cases of the matrix and exits with 0 when every byte of
 every rank was as it should be, and every refusal was the named one. WHICH: "all" is the whole product, "turns" the same
-with page sizes that take turns, "pairs" a set that covers all pairs, "6-9/10" the part of such a set behind its first 6
-tenths and before its last one, without cases of many connections. PROCESSES: of each side; 0 gives every rank one of
-its own. A role word starts one of the processes instead.
+with page sizes that take turns, "pairs" a set that covers all pairs, "few" such a set without cases of many connections;
+":6-9/10" behind it takes the part behind the first 6 tenths and before the last one. PROCESSES: of each side; 0 gives
+every rank one of its own. A role word starts one of the processes instead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ TIMEOUTS = kt.Timeouts(handshake=60, offer=60, transfer=60, heartbeat_interval=0
 OPTIONS: dict[str, dict[str, Any]] = {"loopback": {"shared": True}, "mooncake": {"transfer_timeout": 20.0}}
 LIMITS = kt.Limits(ready_step_bytes=40)  # a layer or two at a time
 SOURCE_ROWS, DESTINATION_ROWS = (3, 2), (5, 6)
-MOST_IN_A_SLICE = 16  # connections of a case
 MOST_RANKS = (12, 8)  # of a side, without shares and data-parallel groups
 Answer = dict[str, Any]
 
@@ -282,15 +281,15 @@ def run(case: Case, prefill: Side, decode: Side) -> str:
 
 
 def main(engine: str, which: str, seed: int, processes: int) -> Counter[str]:
-    if which in ("all", "turns"):
-        cases = list(matrix.product(sizes=which == "all"))
-    elif "/" in which:
-        own, parts = which.split("/")
-        first, last = map(int, own.split("-"))
-        cases = matrix.covering(seed, most=MOST_IN_A_SLICE)
-        cases = cases[len(cases) * first // int(parts) : len(cases) * last // int(parts)]
+    name, _, part = which.partition(":")
+    if name in ("all", "turns"):
+        cases = list(matrix.product(sizes=name == "all"))
     else:
-        cases = matrix.covering(seed)
+        cases = matrix.covering(seed, most=matrix.FEW if name == "few" else matrix.MANY)
+    if part:
+        own, parts = part.split("/")
+        first, last = (len(cases) * int(end) // int(parts) for end in own.split("-"))
+        cases = cases[first:last]
     sides = [
         Side(role, engine, processes or most) for role, most in zip(("prefill", "decode"), MOST_RANKS, strict=True)
     ]

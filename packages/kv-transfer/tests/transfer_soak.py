@@ -48,7 +48,7 @@ def matrix(scale: float, seed: int) -> None:
     """The product over shared memory; a covering set on the other engines, with a process a rank."""
     whole = "all" if scale >= 3 else "turns"
     runs = [("loopback", whole, 1), ("mooncake", "pairs", 0), ("nixl", "pairs", 0)]
-    short = [("loopback", "0-2/10", 1), ("mooncake", "2-3/10", 2), ("nixl", "3-4/10", 2)]
+    short = [("loopback", "few:0-2/10", 1), ("mooncake", "few:2-3/10", 2), ("nixl", "few:3-4/10", 2)]
     for engine, which, processes in runs if scale >= 1 else short:
         command = [sys.executable, str(HERE / "transfer_ranks.py"), engine, which, str(seed), str(processes)]
         done = subprocess.run(command, text=True, stdout=subprocess.PIPE, timeout=6 * 3600, check=False)
