@@ -2,9 +2,9 @@
 
 `python transfer_ranks.py ENGINE WHICH SEED PROCESSES` runs cases of the matrix and exits with 0 when every byte of
 every rank was as it should be, and every refusal was the named one. WHICH: "all" is the whole product, "turns" the same
-with page sizes that take turns, "pairs" a set that covers all pairs, "few" such a set without cases of many connections;
-":6-9/10" behind it takes the part behind the first 6 tenths and before the last one. PROCESSES: of each side; 0 gives
-every rank one of its own. A role word starts one of the processes instead.
+with page sizes that take turns, "pairs" a set that covers all pairs, "few" such a set without cases of many
+connections; ":6-9/10" behind it takes the part behind the first 6 tenths and before the last one. PROCESSES: of each
+side; 0 gives every rank one of its own. A role word starts one of the processes instead.
 """
 
 from __future__ import annotations
