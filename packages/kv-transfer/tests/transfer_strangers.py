@@ -21,7 +21,7 @@ from transfer_pair import Pair
 
 import kv_transfer as kt
 from kv_transfer.engines.loopback import LoopbackEngine
-from kv_transfer.messages import encode
+from kv_transfer.messages import Hello, Refusal, RefusalCode, decode, encode
 
 QUICK = kt.Timeouts(
     handshake=1.5, offer=5, transfer=20, heartbeat_interval=0.1, peer_lost_after=2, dead_writer_grace=0.2, drain=1
@@ -42,6 +42,11 @@ def _rank(layout: kp.ModelLayout, stage: int = 0, count: int = 2) -> RankMemory:
     return stages(layout, count)[stage]
 
 
+def _of_group(dp_rank: int) -> RankMemory:
+    place = kp.Placement(pp_rank=0, pp_size=2, dp_rank=dp_rank, dp_size=2)
+    return RankMemory(make_layout(), {("key", "target"): [0, 1], ("value", "target"): [0, 1]}, placement=place)
+
+
 LAYOUTS: dict[str, kp.ModelLayout] = {
     "page_size": make_layout(page_size=8),
     "total_heads": make_layout(heads=4),
@@ -56,6 +61,10 @@ MISFITS: dict[str, tuple[Callable[[str], kt.Sender], str]] = {
             _rank(make_layout(), 2, 4).manifest, LoopbackEngine(), endpoint=endpoint, timeouts=QUICK
         ),
         "rank",
+    ),
+    "data-parallel group": (
+        lambda endpoint: kt.Sender(_of_group(1).manifest, LoopbackEngine(), endpoint=endpoint, timeouts=QUICK),
+        "dp",
     ),
     "engine": (
         lambda endpoint: kt.Sender(_rank(make_layout()).manifest, Named(), endpoint=endpoint, timeouts=QUICK),
@@ -132,7 +141,21 @@ def misfits(pair: Pair) -> int:
     """Each kind of a peer that does not fit, at a receiver that serves others."""
     for kind, (make, words) in MISFITS.items():
         _refused(make(pair.receiver.endpoint), kind, words)
-    return len(MISFITS)
+    later_version(pair)
+    return len(MISFITS) + 1
+
+
+def later_version(pair: Pair) -> None:
+    """A peer of the next protocol is answered with both versions."""
+    hello = next(encode(message) for message in EXAMPLES if isinstance(message, Hello))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(pair.receiver.endpoint)
+        socket.send(hello.replace(b'"v":1', b'"v":2', 1))
+        assert socket.poll(int(1000 * BOUND))
+        answer = decode(socket.recv())
+    assert isinstance(answer, Refusal) and answer.code is RefusalCode.VERSION, answer
+    assert re.search(r"\b1\b.*\b2\b|\b2\b.*\b1\b", answer.reason), answer
 
 
 def other_layouts() -> int:
