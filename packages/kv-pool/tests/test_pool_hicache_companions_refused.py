@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from kv_pool import CacheError, HostPoolError, PageAllocator, PageMap, StatePool
-from kv_pool.hicache import Companion, HiCacheController, HostPool, ImmediateStreams, Lane, Mark
+import torch
+from kv_pool import CacheError, CanaryMismatch, HostPoolError, PageAllocator, PageMap, StatePool
+from kv_pool.hicache import Canary, Companion, HiCacheController, HostPool, ImmediateStreams, Lane, Mark
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -96,6 +98,12 @@ def test_a_copy_of_a_companion_that_the_device_reports_as_failed(text: Text) -> 
     assert bench.serve(text(1, 13)) == (12, 0)
     bench.cache.drain()
     assert member.host.own.held == 3
+    member.host.leave(member.host.named())
+    streams.fail = True
+    with pytest.raises(OSError, match="device"):
+        bench.serve(text(1, 13))
+    assert (member.host.own.held, bench.host.allocator.held) == (0, 3), "the cache's own copies were made before"
+    bench.check_books()
 
 
 class _Breaking(ImmediateStreams):
@@ -113,6 +121,31 @@ class _BrokenMark:
 
     def wait_on_host(self) -> None:
         raise OSError("device")
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_host_page_of_a_companion_that_has_changed_is_refused(kind: str, text: Text) -> None:
+    bench = make([kind])
+    bench.options["canary"] = Canary(bench.host)
+    bench.attach(None)
+    bench.serve(text(1, 17))
+    bench.cache.drain()
+    assert bench.cache.evict(8) == 4
+    member = bench.cache._group.member(kind)
+    place = int(member.host.find(np.array([4]))[0])
+    member.companion.hosts[-1].mirrors[-1].host[place].view(torch.uint8)[-1, -1, -1, -1] ^= 1
+    acquired = bench.cache.acquire(text(1, 18))
+    assert acquired.hit_tokens == 16
+    with pytest.raises(CanaryMismatch):
+        bench.cache.load(acquired)
+    assert acquired.state == "acquired" and acquired.restorable(16) == 12
+    bench.check_books()
+    bench.cache.limit(acquired, 12)
+    bench.cache.finish(acquired, bench.run(acquired))
+    assert bench.serve(text(1, 18)) == (16, 0)
+    bench.cache.drain()
+    bench.cache.evict(8)
+    assert bench.serve(text(1, 18)) == (0, 16), "what was computed again has got its host copy"
 
 
 def test_calls_out_of_order_are_refused(text: Text) -> None:

@@ -43,6 +43,7 @@ class Group:
         mover: Name of the movers.
         poison: Whether freed device pages are overwritten.
         storage: Where companions' pages go when their host copies are complete; `None` for two levels.
+        canary: Whether checksums are taken after backup and asked at load.
 
     Raises:
         HostPoolError: A companion is of another cache, or two have one name.
@@ -60,6 +61,7 @@ class Group:
         mover: MoverName,
         poison: bool,
         storage: CompanionStorage | None,
+        canary: bool,
     ) -> None:
         names = [companion.name for companion in companions]
         rules: list[tuple[str, object, object]] = [("names of companions", len(set(names)), len(names))]
@@ -84,6 +86,7 @@ class Group:
                 streams,
                 index,
                 poison=poison,
+                canary=canary,
                 backed_up=storage.back_up if storage is not None else None,
             )
             for companion in companions
@@ -189,6 +192,20 @@ class Group:
         """
         for share in shares:
             share.advance(lead, min(computed // self._page_size, lead.size), self._pages(reach, lead.size))
+
+    def check(self, shares: Sequence[Share], lead: IntArray, hit: int, lead_host: IntArray) -> None:
+        """Compare what `load` would bring from the host with the checksums that were taken, where there are any.
+
+        Raises:
+            CanaryMismatch: See `Share.check`.
+        """
+        for share in shares:
+            share.check(lead, hit, lead_host)
+
+    def load(self, shares: Sequence[Share], lead: IntArray, hit: int, nodes: IntArray, lead_host: IntArray) -> None:
+        """Start to bring what a hit needs from the host; see `Share.load`."""
+        for share in shares:
+            share.load(lead, hit, nodes, lead_host)
 
     def wait(self, shares: Sequence[Share], lead: IntArray, hit: int, layer_id: int) -> None:
         """Let compute that is issued from now on begin after a layer of all loads that a hit reads."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from kv_pool.hicache._device import fill_poison, pages_second
 from kv_pool.hicache.accounting import Accounting
+from kv_pool.hicache.canary import Canary
 from kv_pool.hicache.streams import issue
 from kv_pool.page_map import PageMap
 
@@ -66,6 +67,7 @@ class Member:
         streams: The lanes of the cache.
         index: The index of the cache.
         poison: Whether freed device pages are overwritten.
+        canary: Whether checksums are taken after backup and asked at load.
         backed_up: Called with nodes and own host pages when host copies are complete.
     """
 
@@ -78,6 +80,7 @@ class Member:
         index: PrefixIndex,
         *,
         poison: bool,
+        canary: bool,
         backed_up: Callable[[Member, IntArray, IntArray], None] | None,
     ) -> None:
         self.companion = companion
@@ -86,6 +89,7 @@ class Member:
         self.layers = sorted(
             {layer for host in companion.hosts for mirror in host.mirrors for layer in mirror.layer_ids}
         )
+        self.canaries = [Canary(host) for host in companion.hosts] if canary else []
         self.loaded = 0
         self.backed_up = 0
         self._movers = movers
@@ -263,6 +267,8 @@ class Member:
             with self._letting_go(carry):
                 try:
                     carry.mark.wait_on_host()
+                    for canary in self.canaries:
+                        canary.record(carry.host_pages)
                 except BaseException:
                     here = self.host.find(carry.lead_host) == carry.host_pages
                     self.host.leave(carry.lead_host[here])

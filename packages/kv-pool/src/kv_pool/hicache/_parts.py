@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 import numpy as np
 
 from kv_pool.errors import CacheError, HostPoolError
+from kv_pool.tables import as_index_array
 
 if TYPE_CHECKING:
     from kv_planner import PrefixIndex
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from kv_pool.hicache.canary import Canary
     from kv_pool.hicache.host_pool import HostPool, MirroredPool
     from kv_pool.hicache.storage import StorageTier
-    from kv_pool.tables import IntArray
+    from kv_pool.tables import IndexLike, IntArray
 
 __all__ = ["WritePolicy", "check_parts", "check_text", "empty_prompt", "no_storage"]
 
@@ -86,17 +87,19 @@ def empty_prompt() -> CacheError:
     )
 
 
-def check_text(acquired: Acquired, done: IntArray, page_size: int) -> None:
-    """Refuse a text that is not what a request's pages hold.
+def check_text(acquired: Acquired, tokens: IndexLike, page_size: int) -> IntArray:
+    """Return a text as int64, or refuse it, if it is not what a request's pages hold.
 
     Raises:
         CacheError: As said.
     """
+    done = as_index_array("tokens", tokens, CacheError)
     common, room = min(done.size, acquired.tokens.size), acquired.pages.size * page_size
     if not np.array_equal(done[:common], acquired.tokens[:common]) or done.size < acquired.hit_tokens:
         raise _bad_tokens(f"{done.size} other tokens", "the prompt, a longer text that begins with it, or less")
     if done.size > room:
         raise _bad_tokens(f"{done.size} tokens", f"at most {room}")
+    return done
 
 
 def _bad_tokens(given: str, expected: str) -> CacheError:

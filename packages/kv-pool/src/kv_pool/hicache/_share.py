@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kv_pool.errors import OutOfPages
+from kv_pool.errors import CanaryMismatch, OutOfPages
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -114,6 +114,26 @@ class Share:
             self._let_go(self.member.device.find(lead[: int(self.needed(computed)[0])]))
         self.reached = max(self.reached, computed)
         self.extend(lead, reach)
+
+    def check(self, lead: IntArray, hit: int, lead_host: IntArray) -> None:
+        """Compare what `load` would bring from the host with its checksums.
+
+        Raises:
+            CanaryMismatch: A page is not what was backed up. It has left the host, and hits that need it with it.
+        """
+        if not self.member.canaries:
+            return
+        places = self.needed(hit)
+        places = places[self._bare(lead, places)]
+        pages = self.member.on_host(lead_host[places])
+        for canary in self.member.canaries:
+            try:
+                canary.check(pages)
+            except CanaryMismatch as error:
+                place = places[error.position]
+                self.have[place] = False
+                self.member.host.leave(lead_host[place : place + 1])
+                raise
 
     def load(self, lead: IntArray, hit: int, nodes: IntArray, lead_host: IntArray) -> None:
         """Start to fill what the hit needs and the device lacks; then keep no more than the hit needs.

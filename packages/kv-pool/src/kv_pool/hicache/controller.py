@@ -1,9 +1,8 @@
 """Owns the life of a prompt in the cache: find, load, compute, keep, back up, evict.
 
 The controller leads each request through its life; the index knows which tokens lie in which pages, `_levels` makes
-room and keeps, movers move bytes, `_copies` keeps their order, and a third level (`storage`) is filled from the host
-and read by `prefetch`. Models with more than one pool add companions (see `companion`). One owner calls it, as one
-scheduler owns a pool. It does not compute attention, nor talk to other ranks: their hits come in by `limit`.
+room and keeps, `_copies` orders what movers move, and a third level (`storage`) is read by `prefetch`. Models with more
+than one pool have companions. One owner calls it. It does not compute attention, nor talk to other ranks (see `limit`).
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class HiCacheController(CacheReports):
         streams: Lanes for copies; `None` makes those of the pool's device.
         poison: Whether freed device pages are overwritten, so that a stale read shows.
         storage: The third level, over the same host pool and index; `None` for two levels.
-        canary: Checksums of every backed-up token of `pool`, asked at every load; `None` for none.
+        canary: Checksums of every backed-up token, asked at every load; `None` for none. Companions get their own then.
         limits: How much is copied at a time; `None` for the defaults of `CopyLimits`.
         companions: Further pools of the model: see `Companion`.
 
@@ -93,21 +92,22 @@ class HiCacheController(CacheReports):
     ) -> None:
         check_parts(pool, allocator, host, index, policy, storage, canary)
         self._page_size = pool.page_size
-        self._index = index
-        self._host = host
+        self._index, self._host, self._storage = index, host, storage
         self._policy: WritePolicy = policy
         name: MoverName = mover if isinstance(mover, str) else "auto"
         self._mover = create_mover(name, host) if mover is None or isinstance(mover, str) else mover
         lanes = streams if streams is not None else create_streams(pool.device)
         self._device = DevicePages(allocator, host, poison=poison)
-        self._storage = storage
         stored = CompanionStorage(storage, companions) if storage is not None and companions else None
-        self._group = Group(companions, allocator, host, index, lanes, mover=name, poison=poison, storage=stored)
+        self._group = Group(
+            companions, allocator, host, index, lanes,
+            mover=name, poison=poison, storage=stored, canary=canary is not None,
+        )  # fmt: skip
         self._companion_storage = stored
-        backed_up = storage.back_up if storage is not None else None
         self._copies = Copies(
             self._device, host, index, self._mover, lanes,
-            failed=self._unload, limits=limits, backed_up=backed_up, canary=canary,
+            failed=self._unload, limits=limits, canary=canary,
+            backed_up=storage.back_up if storage is not None else None,
         )  # fmt: skip
         self._levels = Levels(index, self._device, host, self._copies, self._group, policy, storage, stored)
         self._open: dict[int, Acquired] = {}
@@ -259,11 +259,13 @@ class HiCacheController(CacheReports):
 
         Raises:
             CacheError: The handle was loaded or has ended.
-            CanaryMismatch: Page `position` of the host's part is not what was backed up; `limit` to those before it. It
-                and all behind it have left the host, and it the third level, so that nobody else finds them.
+            CanaryMismatch: Page `position` of the host's part is not what was backed up. It and all behind it have left
+                the host, and it the third level: `limit` to those before it. Or it is a companion's and has left the
+                host: `limit` to what is `restorable` without it.
             Exception: What a mover or the device raised; the handle can be aborted then.
         """
         acquired._expect("load", "acquired")
+        self._group.check(acquired._shares, acquired._pages, acquired._hit, acquired._host_pages)
         start, stop = acquired._device_hit, acquired._hit
         if start < stop:
             nodes, pages = acquired._nodes[start:stop], acquired._pages[start:stop].copy()
@@ -277,8 +279,7 @@ class HiCacheController(CacheReports):
             acquired._pending.append(load)
             acquired._owned[start:stop][absent] = False
         acquired.state = "failed"
-        for share in acquired._shares:
-            share.load(acquired._pages, stop, acquired._nodes, acquired._host_pages)
+        self._group.load(acquired._shares, acquired._pages, stop, acquired._nodes, acquired._host_pages)
         acquired.state = "loaded"
 
     def finish(self, acquired: Acquired, tokens: IndexLike) -> None:
@@ -296,13 +297,12 @@ class HiCacheController(CacheReports):
         """
         acquired._expect("finish", *(("loaded",) if acquired._must_load else ("acquired", "loaded")))
         acquired._expect_whole()
-        done = as_index_array("tokens", tokens, CacheError)
-        check_text(acquired, done, self._page_size)
+        done = check_text(acquired, tokens, self._page_size)
         whole = done.size // self._page_size
-        pages, owned = acquired._pages, acquired._owned
+        pages = acquired._pages
         inserted = self._index.insert(done[: whole * self._page_size], pages[:whole], namespace=acquired.namespace)
         self._levels.record(inserted.nodes, inserted.pages)
-        owned[inserted.taken] = False
+        acquired._owned[inserted.taken] = False
         for share in acquired._shares:
             share.settle(pages[:whole], inserted.pages)
         self._count["prompt_tokens"] += acquired.tokens.size

@@ -43,7 +43,7 @@ __all__ = ["CompanionPrefetch", "CompanionStorage", "companion_digest"]
 
 def companion_digest(tier: StorageTier, companion: Companion) -> bytes:
     """Return the identity of a companion's stored pages: its name, its pools, and the pool that it accompanies."""
-    text = hashlib.sha256(b"kv-pool companion\0" + tier.digest)
+    text = hashlib.sha256(b"kv-pool companion\0" + tier.digest)  # with a canary or without
     for host in companion.hosts:
         text.update(StorageIdentity.of(host).digest)
     text.update(companion.name.encode())
@@ -107,7 +107,6 @@ class CompanionStorage:
 
     Raises:
         HostPoolError: A host pool of another layout than `page_first_direct`.
-        StorageError: The store cannot use the companions' host memory.
     """
 
     def __init__(self, tier: StorageTier, companions: Sequence[Companion]) -> None:
@@ -125,18 +124,23 @@ class CompanionStorage:
                     consequence="pages could not be read into their place",
                     remedy="build its host pools with page_first_direct",
                 )
-            mirrors = [mirror for host in companion.hosts for mirror in host.mirrors]
-            rows = [mirror.host.flatten(1).view(torch.uint8).numpy() for mirror in mirrors]
-            self._bytes[companion.name] = rows
-            if isinstance(tier.store, RegistersMemory):
-                tier.store.register([piece.reshape(-1) for piece in rows])
         self._members: Mapping[str, Member] = {}
         self._writes: deque[_Write] = deque()
         self._reads: list[CompanionPrefetch] = []
         self._counters = StorageCounters()
 
     def attach(self, members: Sequence[Member]) -> None:
-        """Say which companions are at work."""
+        """Say which companions are at work.
+
+        Raises:
+            StorageError: The store cannot use their host memory.
+        """
+        for member in members:
+            mirrors = [mirror for host in member.companion.hosts for mirror in host.mirrors]
+            rows = [mirror.host.flatten(1).view(torch.uint8).numpy() for mirror in mirrors]
+            self._bytes[member.companion.name] = [*rows, *(canary.rows for canary in member.canaries)]
+            if isinstance(self._tier.store, RegistersMemory):
+                self._tier.store.register([piece.reshape(-1) for piece in self._bytes[member.companion.name]])
         self._members = {member.companion.name: member for member in members}
 
     @property
