@@ -154,7 +154,9 @@ class Soak:
         self.machine.serve(**self.text(8), wait=bool(self.random.integers(2)))
 
     def evict(self) -> None:
-        self.machine.evict(pages=int(self.random.integers(1, 10)))
+        cache = self.machine.bench.cache
+        pools = [None, *(companion.name for companion in cache.companions)]
+        cache.evict(int(self.random.integers(1, 10)), pools[int(self.random.integers(len(pools)))])
 
     def acknowledge(self) -> None:
         self.machine.acknowledge(wait=bool(self.random.integers(2)))
@@ -194,7 +196,14 @@ class Soak:
 
     def finish(self) -> None:
         acquired = self.taken()
-        done = self.machine.bench.run(acquired)
+        text = acquired.tokens.tolist()
+        if acquired.state == "loaded" and self.random.integers(2):
+            with suppress(OutOfPages):
+                more = int(self.random.integers(1, 3))
+                self.machine.bench.cache.extend(acquired, more)
+                text += list(range(70_000, 70_000 + 4 * (acquired.pages.size) - len(text)))
+                self.counts["extended"] += more
+        done = self.machine.bench.run(acquired, text)
         kept = int(self.random.integers(acquired.hit_tokens, len(done) + 1))
         self.machine.bench.cache.finish(acquired, done[:kept])
 
@@ -265,6 +274,7 @@ def main() -> None:
         ("read", "pages read from a store"),
         ("evicted", "pages evicted"),
         ("abort", "requests aborted"),
+        ("extended", "pages taken for what follows a prompt"),
         ("stopped", "pages of loads stopped by an abort"),
         ("given_up", "pages of backups given up while they waited"),
         ("restarts", "restarts over the store"),
