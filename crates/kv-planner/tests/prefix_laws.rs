@@ -1,5 +1,7 @@
 //! Laws of the prefix index: after any sequence of calls it is what a plain map
 //! of prefixes says, in every count, page and order.
+//!
+//! Long because the map says again what every call of the index means.
 
 use std::collections::{BTreeMap, BTreeSet};
 

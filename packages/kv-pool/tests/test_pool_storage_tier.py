@@ -1,4 +1,8 @@
-"""Owns the proof that pages come back from the third level as they were, and that keys carry their whole identity."""
+"""Owns the proof that pages come back from the third level as they were, and that keys carry their whole identity.
+
+Long because the caches here are restarted over one folder by one fixture, and the stores that wait, fail or keep what
+they should not are built on one another.
+"""
 
 from __future__ import annotations
 
