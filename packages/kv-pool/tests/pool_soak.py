@@ -30,10 +30,12 @@ from kv_pool.hicache import Canary, CopyLimits, FileStorage, ImmediateStreams, S
 from pool_group import GroupBench
 from test_pool_hicache_random import LateStreams, sparse_layout
 from test_pool_storage_files import crash
+from test_pool_storage_files_foreign import share
 
 __all__ = ["KINDS", "soak"]
 
 SEEDS, STEPS, KILLS = 200, 500, 200
+WRITERS, ROUNDS = 4, 2000  # processes that share a folder, and their calls
 COMPANIONS: dict[str, tuple[str, ...]] = {
     "heads": (),
     "heads and draft": (),
@@ -263,9 +265,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kv-pool-soak-") as folder:
         for part in range(options.kills // 50):  # a process each
             crash(Path(folder) / str(part), options.seed + part, 50)
+        share(Path(folder) / "shared", WRITERS, ROUNDS)
     assert total["device_hits"] and total["host_hits"] and total["read"], "nothing was found again"
     print(f"count: seeds × steps | {options.seeds} × {options.steps}")
     print(f"count: writers of files killed at random places | {options.kills}")
+    print(f"count: processes × calls on one folder of files | {WRITERS} × {ROUNDS}")
     print(f"count: pools × policies × levels | {len(POOLS)} × {len(POLICIES)} × {len(LEVELS)}")
     for name, title in (
         ("device_hits", "tokens found on the device, bytes checked"),
