@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from typing import Any
 
 import kv_planner as kp
 import numpy as np
 import pytest
+from memfabric_recorder import Recorder, make_module
 from transfer_memory import RankMemory, make_layout, stages, whole
 from transfer_pair import Pair
 
@@ -14,6 +17,7 @@ import kv_transfer as kt
 from kv_transfer.engine import Blocks
 from kv_transfer.engines.loopback import LoopbackEngine
 from kv_transfer.integrations.sglang import SessionEngine
+from kv_transfer.integrations.sglang.engine import BlockList
 from kv_transfer.regions import plan_regions
 
 
@@ -91,3 +95,60 @@ def test_a_segment_over_32_gib_is_refused_with_the_limit_d11(gibibytes: int) -> 
     with pytest.raises(kt.RegionError, match=str(32 << 30)) as caught:
         plan_regions(engine, [(1 << 40, size)])
     assert str(size) in str(caught.value)
+
+
+def test_every_worker_binds_its_device_once_before_its_first_batch_e15(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread starts on device 0: two workers, each held in its first batch until the other has one."""
+    made = Recorder()
+    monkeypatch.setitem(sys.modules, "memfabric_hybrid", make_module(made))
+    made.codes["get_rpc_port"] = [0, 15_001]
+    notes: list[tuple[int, str]] = []
+    both = threading.Barrier(2, timeout=20)
+
+    def bind() -> None:
+        notes.append((threading.get_ident(), "bind"))
+
+    engine: Any = kt.create_engine(
+        "memfabric", store_url="tcp://10.0.0.1:1", role="Prefill", device_id=3, workers=2, bind_device=bind
+    )
+
+    def write(peer: str, source: list[int], destination: list[int], nbytes: list[int]) -> int:
+        notes.append((threading.get_ident(), "write"))
+        both.wait()
+        return 0
+
+    monkeypatch.setattr(engine, "_write", write)
+    memory = np.zeros(8, np.uint8)
+    engine.register(memory.ctypes.data, 8)
+    one = BlockList.of([memory.ctypes.data], [4096], [8])
+    for _ in range(3):
+        handles = [engine.submit("10.0.0.8:1", one) for _ in range(2)]
+        assert [handle.wait(20).state for handle in handles] == [kt.TransferState.DONE] * 2
+    for worker in {ident for ident, _ in notes}:
+        own = [note for ident, note in notes if ident == worker]
+        assert own[0] == "bind" and own.count("bind") == 1 and own.count("write") == 3
+    assert len({ident for ident, _ in notes}) == 2
+    engine.close()
+
+
+def test_a_device_that_cannot_be_bound_fails_the_batch_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Recorder()
+    monkeypatch.setitem(sys.modules, "memfabric_hybrid", make_module(made))
+    made.codes["get_rpc_port"] = [0, 15_001]
+    outcomes = [RuntimeError("device 9 is not there"), None]
+
+    def bind() -> None:
+        outcome = outcomes.pop(0)
+        if outcome is not None:
+            raise outcome
+
+    engine: Any = kt.create_engine(
+        "memfabric", store_url="tcp://10.0.0.1:1", role="Prefill", device_id=9, bind_device=bind
+    )
+    memory = np.zeros(8, np.uint8)
+    engine.register(memory.ctypes.data, 8)
+    one = BlockList.of([memory.ctypes.data], [4096], [8])
+    first = engine.submit("10.0.0.8:1", one).wait(20)
+    assert first.state is kt.TransferState.FAILED and "device 9 is not there" in first.error
+    assert engine.submit("10.0.0.8:1", one).wait(20).state is kt.TransferState.DONE and outcomes == []
+    engine.close()

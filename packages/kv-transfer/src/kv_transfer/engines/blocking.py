@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kv_transfer.engine import DONE, Blocks, EngineCapabilities, TransferHandle, TransferState, TransferStatus
 from kv_transfer.errors import EngineError
@@ -46,10 +46,20 @@ class BlockingEngine(abc.ABC):
         session: What peers reach it by.
         capabilities: Its limits; `settles_itself` is true of every such engine.
         workers: Batches on their way at once.
+        bind_device: Called once in each worker, before its first batch: a new thread starts on device 0. A batch whose
+            worker cannot be bound fails, and the next one tries again.
     """
 
-    def __init__(self, name: str, session: str, capabilities: EngineCapabilities, workers: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        session: str,
+        capabilities: EngineCapabilities,
+        workers: int,
+        bind_device: Callable[[], object] | None = None,
+    ) -> None:
         """Starts the worker threads; the library has started."""
+        self._bind_device = bind_device
         self._name = name
         self._session = session
         self._capabilities = capabilities
@@ -175,13 +185,26 @@ class BlockingEngine(abc.ABC):
             raise EngineError(f"engine {self._session} is closed", local=self._session)
 
     def _work(self) -> None:
+        bound = self._bind_device is None
         while (handle := self._queue.get()) is not None:
             if self._closed:
                 handle.settle(TransferStatus(TransferState.FAILED, f"engine {self._session} was closed"))
             elif handle.cancelled.is_set():
                 handle.settle(TransferStatus(TransferState.FAILED, "cancelled"))
+            elif not bound and (error := self._bind()):
+                handle.settle(TransferStatus(TransferState.FAILED, error))
             else:
+                bound = True
                 handle.settle(self._run(handle))
+
+    def _bind(self) -> str:
+        """Binds this thread to the caller's device; in words why not, or nothing."""
+        try:
+            if self._bind_device is not None:
+                self._bind_device()
+        except Exception as error:  # the caller's own function
+            return f"{self._name}: bind_device raised {error!r}; no byte of the batch was written"
+        return ""
 
     def _run(self, handle: _Handle) -> TransferStatus:
         batch = handle.batch

@@ -8,7 +8,7 @@ start is accepted and forgotten, and the port is known only afterwards.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from kv_transfer.engine import EngineCapabilities
@@ -54,6 +54,7 @@ class MemfabricEngine(BlockingEngine):
         transport: How bytes move.
         hostname: Name or address under which peers reach this process.
         workers: Batches on their way at once.
+        bind_device: Called once in each worker before its first batch, for example `lambda: torch.npu.set_device(3)`.
         max_entries_per_batch: Longest batch; a batch cannot be interrupted, so it bounds how long `cancel` takes.
         max_block_bytes: Longest block, likewise.
         max_regions: Regions that the devices take; None leaves the refusal to the library, with its code.
@@ -73,6 +74,7 @@ class MemfabricEngine(BlockingEngine):
         transport: Transport = "sdma",
         hostname: str = "127.0.0.1",
         workers: int = 1,
+        bind_device: Callable[[], object] | None = None,
         max_entries_per_batch: int = 256,
         max_block_bytes: int | None = 16 << 20,
         max_regions: int | None = None,
@@ -124,6 +126,7 @@ class MemfabricEngine(BlockingEngine):
                 settles_itself=True,
             ),
             workers,
+            bind_device,
         )
 
     def _register(self, regions: Sequence[tuple[int, int]]) -> int:

@@ -13,7 +13,7 @@ import importlib
 import math
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, cast
 
 from kv_transfer.engine import EngineCapabilities
@@ -83,6 +83,7 @@ class MooncakeEngine(BlockingEngine):
             process's environment before the library starts, so the engines of one process share it. None leaves the
             environment alone.
         workers: Batches on their way at once.
+        bind_device: Called once in each worker before its first batch, for example `lambda: torch.npu.set_device(3)`.
         log_level: What the library writes to standard error, unless MC_LOG_LEVEL says otherwise already.
         max_entries_per_batch: Longest batch; a batch cannot be interrupted, so it bounds how long `cancel` takes.
         max_block_bytes: Longest block, likewise.
@@ -101,6 +102,7 @@ class MooncakeEngine(BlockingEngine):
         protocol: str = "tcp",
         transfer_timeout: float | None = 10.0,
         workers: int = 1,
+        bind_device: Callable[[], object] | None = None,
         log_level: Literal["INFO", "WARNING", "ERROR"] = "ERROR",
         max_entries_per_batch: int = 256,
         max_block_bytes: int | None = 16 << 20,
@@ -144,6 +146,7 @@ class MooncakeEngine(BlockingEngine):
                 settles_itself=True,
             ),
             workers,
+            bind_device,
         )
         _OPEN.add(self)
 
