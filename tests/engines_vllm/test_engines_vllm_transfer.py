@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -157,6 +158,61 @@ def test_requests_from_prefill_to_decode(sides: tuple[Prefill, Instance]) -> Non
     assert decode.free_blocks == FREE and prefill.call("run", steps=1)["free"] == FREE
     until(decode, lambda: decode.is_idle)
     assert decode.faults == [] and prefill.call("run", steps=1)["faults"] == []
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_traffic(server: kt.DirectoryServer, prefill: Prefill, seed: int) -> None:
+    """Requests of all lengths, with common prefixes, either way round, some aborted on one side at any moment."""
+    dice = random.Random(seed)
+    prefill.call("start", role="kv_producer", directory=server.endpoint, kind="ascend")
+    decode = Instance("kv_consumer", server.endpoint, "blocks first")
+    decode.worker._ends[0].wait_ready(WAIT)
+    waiting: list[tuple[str, list[int]]] = []
+    for number in range(30):
+        common = PROMPT[: dice.choice([0, 128, 200])]
+        own = [dice.randrange(997) for _ in range(dice.randint(1, 350 - len(common)))]
+        waiting.append((str(number), common + own))
+    open_: dict[str, list[int]] = {}  # at decode, or to come there
+    first: set[str] = set()  # of them those that go to prefill first
+    aborted: set[str] = set()
+    deadline = time.monotonic() + 2 * WAIT
+    while waiting or open_:
+        assert time.monotonic() < deadline, (open_, decode.ended)
+        if waiting and len(open_) < 3:
+            name, tokens = waiting.pop()
+            open_[name] = tokens
+            params: dict[str, Any] = {"do_remote_decode": True}
+            if dice.random() < 0.5:
+                first.add(name)
+            else:
+                params["room"] = int(name)
+                there = {"do_remote_prefill": True, "room": int(name), "prefill_group": 0}
+                decode.submit(f"d{name}", tokens, there, outputs=dice.randint(1, 3))
+            prefill.call("submit", name=f"p{name}", tokens=tokens, params=params)
+        decode.step()
+        answer = prefill.call("run", steps=1)
+        for name in sorted(first):
+            params = answer["answers"].get(f"p{name}")
+            if params is not None:
+                first.discard(name)
+                decode.submit(f"d{name}", open_[name], params, outputs=dice.randint(1, 3))
+        if open_ and dice.random() < 0.1:
+            name = dice.choice(sorted(open_))
+            if name not in first:
+                where = dice.choice(["prefill", "decode"])
+                if where == "prefill":
+                    prefill.call("abort", name=f"p{name}")
+                else:
+                    decode.abort(f"d{name}")
+                    aborted.add(name)
+        for name in [name for name in open_ if f"d{name}" in decode.ended or name in aborted]:
+            del open_[name]
+    until(decode, lambda: decode.is_idle and decode.free_blocks == FREE)
+    answer = prefill.until(lambda answer: answer["idle"] and answer["free"] == FREE)
+    assert decode.faults == [] and answer["faults"] == []
+    assert {f"d{number}" for number in range(30)} == set(decode.ended) | {f"d{name}" for name in aborted}
+    assert sum(computed > 0 for computed in decode.loaded.values()) >= 10, "most prompts were not computed here"
+    decode.close()
 
 
 def test_a_dead_prefill_instance_costs_computation_not_answers(server: kt.DirectoryServer, prefill: Prefill) -> None:

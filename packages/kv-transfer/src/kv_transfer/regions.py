@@ -163,7 +163,7 @@ def plan_regions(engine: TransferEngine, buffers: Iterable[tuple[int, int]]) -> 
     """
     own, found = engine.capabilities, sorted(set(buffers))
     starts, sizes = kv_planner.Regions(found, alignment=own.region_alignment).arrays()
-    regions = [region for region in zip(starts.tolist(), sizes.tolist(), strict=True)]
+    regions = list(zip(starts.tolist(), sizes.tolist(), strict=True))
     if own.max_region_bytes is not None:
         regions = [
             piece
