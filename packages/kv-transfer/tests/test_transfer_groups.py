@@ -400,6 +400,8 @@ def test_readers_of_one_request_have_windows_too(keep: Callable[[Sides], Sides])
                 for receiver, own, first in zip(sides.receivers, places, (0, 2), strict=True)]  # fmt: skip
     group = kt.SenderGroup(sides.senders).open(0)
     assert group.first_page == 0
+    with pytest.raises(kt.ArgumentError, match=r"start: nothing for groups \['window'\]"):
+        group.send({"full": [9], "window": [0]}, start={"full": 0})
     group.send({"full": [9, 8, 7], "window": [0, 5, 6]}, start=0)
     group.finish()
     for session in sessions:

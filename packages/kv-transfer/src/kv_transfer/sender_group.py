@@ -167,10 +167,15 @@ def _behind_prefix(
     lists: dict[str, npt.NDArray[np.generic]] = {}
     begins: dict[str, int] = {}
     for name, pages in (given if isinstance(given, Mapping) else dict.fromkeys(session.spans, given)).items():
-        array, span = np.asarray(pages), session.spans.get(name)
-        begin = start.get(name, 0) if isinstance(start, Mapping) else start
-        skipped = min(max(0, span.first - begin), len(array)) if span is not None and span.pages and array.ndim else 0
-        lists[name], begins[name] = array[skipped:] if array.ndim else array, begin + skipped
+        lists[name], span = np.asarray(pages), session.spans.get(name)
+        begin = start.get(name) if isinstance(start, Mapping) else start
+        if begin is None:
+            continue
+        skipped = 0
+        if span is not None and span.pages and lists[name].ndim == 1:
+            skipped = min(max(0, span.first - begin), len(lists[name]))
+            lists[name] = lists[name][skipped:]
+        begins[name] = begin + skipped
     if isinstance(given, Mapping):
         return lists, begins
     return next(zip(lists.values(), begins.values(), strict=True)) if len(lists) == 1 else (given, start)
