@@ -18,3 +18,8 @@ def test_a_slice_of_the_soak() -> None:
     done = ("device_hits", "host_hits", "stored", "read", "evicted", "stopped", "given_up")
     companions = ("companion_hits", "companion_host_hits", "companion_stored", "companion_read", "uncovered")
     assert all(total[name] > 0 for name in (*rules, *done, *companions))
+
+
+def test_a_hit_that_is_lowered_keeps_what_others_have_brought_meanwhile() -> None:
+    """Seed 9153: a window's page came to the device with another request, which ended between `limit` and `load`."""
+    assert pool_soak.soak(range(9153, 9154), 110)["limit"] > 0

@@ -86,6 +86,8 @@ class Share:
                 self.row = int(self.member.take(1)[0])
             return
         wanted = self.needed(hit)
+        found = self.member.device.find(lead[wanted])  # some may have come from others since the prompt was looked up
+        self._keep_also(found[(found > 0) & ~np.isin(found, self.device)])
         fill = [position for position in wanted[self._bare(lead, wanted)].tolist() if position not in self.ready]
         own = np.arange(hit, max(reach, self.reached))
         own = own[self._bare(lead, own)]
