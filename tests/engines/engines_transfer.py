@@ -177,6 +177,7 @@ class Cluster:
         self.server = ours.bootstrap_server_class()(host="127.0.0.1", port=port) if serve else None
         _until(lambda: _listens(port), "the bootstrap server listens")
         self._arguments, self._mla, self._stages = arguments, mla, _Stages()
+        self._sides = (*prefill, *decode)  # whose memory is registered
         self.prefill = [self._manager(side, DisaggregationMode.PREFILL) for side in prefill]
         self.decode = [self._manager(side, DisaggregationMode.DECODE) for side in decode]
 

@@ -1,4 +1,4 @@
-"""SGLang's own NPU pools registered by its own calls, named by ours and moved by the calls of its worker; the plugin.
+"""SGLang's own NPU pools registered by its own calls, named by ours, moved by its disaggregation; the plugin.
 
 Where its positional rules would pair other buffers (index keys on some layers, windows, stages with drafts), these
 pairs come from the pools.
@@ -11,14 +11,13 @@ from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import engines_transfer  # noqa: F401  # kv-transfer's helpers onto the path
-import numpy as np
 import pytest
 import torch
 import torch_npu
+from engines_transfer import Cluster, Request, configured, free_port
 from kv_transfer import UnsupportedLayout
 from kv_transfer.integrations import sglang as ours
-from sglang.srt.disaggregation.base.conn import KVArgs
+from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.utils import (
     KVClassType,
     TransferBackend,
@@ -28,7 +27,6 @@ from sglang.srt.disaggregation.utils import (
 from sglang.srt.hardware_backend.npu.memory_pool_npu import NPUMHATokenToKVPool, NPUMLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.plugins import hook_registry
-from transfer_sglang import Manager
 
 PAGE, PAGES = 16, 8
 FROM, TO = [3, 5, 1], [2, 7, 4]
@@ -113,25 +111,33 @@ def compare(source: Any, target: Any, pages: tuple[list[int], list[int]] = (FROM
         assert not other[name][untouched].cpu().any(), name
 
 
-def go(sources: Sequence[Any], target: Any, *, mla: bool, states: tuple[Any, Any] = ([], [])) -> None:
-    """Every stage's pages and states, by the calls that SGLang's worker makes."""
-    there = Manager(target, mla=mla)
-    session = there.engine.get_session_id()
-    for source in sources:
-        here = Manager(source, mla=mla)
-        assert here.register(target, session, said=there._published()) is None
-        pages = (np.array(FROM, np.int32), list(target.args.kv_data_ptrs), np.array(TO, np.int32))
-        assert here.send_kvcache(session, *pages, None, []) == 0
-        request = SimpleNamespace(mooncake_session_id=session, dst_state_indices=states[1])
-        assert here.maybe_send_extra(request, states[0], None) == 0
-        here.engine.close()
-    there.engine.close()
+@pytest.fixture
+def clusters() -> Iterator[Any]:
+    made: list[Cluster] = []
+    port = free_port()
+    with pytest.MonkeyPatch.context() as patch, configured(patch, port, "loopback") as arguments:
+
+        def make(prefill: Sequence[Any], decode: Sequence[Any], *, mla: bool) -> Cluster:
+            made.append(Cluster(arguments, port, prefill, decode, mla=mla))
+            return made[-1]
+
+        yield make
+        for cluster in made:
+            cluster.close()
+
+
+def go(cluster: Cluster, states: tuple[Any, Any] = (None, None)) -> None:
+    request = Request(cluster, 31)
+    request.offer(TO, states=states[1])
+    request.send(FROM, states=states[0])
+    senders, receivers = request.end()
+    assert {*senders, *receivers} == {KVPoll.Success}, cluster.prefill[0].failure_records
 
 
 @pytest.mark.parametrize("cuts", [(4,), (3, 1)])
 @pytest.mark.parametrize("drafts", [0, 1])
 @pytest.mark.parametrize("kind", ["mha", "mla", "indexed"])
-def test_pools_of_stages(kind: str, cuts: tuple[int, ...], drafts: int) -> None:
+def test_pools_of_stages(clusters: Any, kind: str, cuts: tuple[int, ...], drafts: int) -> None:
     """K and V of unequal widths; latents; index keys of layers 0 and 3 alone: SGLang's 3 groups are none (A-25)."""
     total = sum(cuts)
 
@@ -149,14 +155,14 @@ def test_pools_of_stages(kind: str, cuts: tuple[int, ...], drafts: int) -> None:
     sides = [filled(pool, draft, total, stage=i, stages=len(cuts)) for i, pool in enumerate(pools)]
     for salt, pool in enumerate([*pools, *([draft] if drafts else [])]):
         number(pool, 3 + 5 * salt)
-    go(sides, filled(decode, decode_draft, total), mla=kind != "mha")
+    go(clusters(sides, [filled(decode, decode_draft, total)], mla=kind != "mha"))
     for pool in pools:
         compare(pool, decode)
     if drafts:
         compare(draft, decode_draft)
 
 
-def test_windows_of_a_hybrid_pool() -> None:
+def test_windows_of_a_hybrid_pool(clusters: Any) -> None:
     """Full layers by the request's pages, windows by their own; both by layer id."""
     source, target = windows(), windows()
     sides = [filled(pool, None, 4) for pool in (source, target)]
@@ -164,7 +170,7 @@ def test_windows_of_a_hybrid_pool() -> None:
     assert names[0] == [0, 3, 0, 3] and sides[0].args.state_layer_ids == [[1, 2, 1, 2]]
     for salt, part in enumerate((source.full_kv_pool, source.swa_kv_pool)):
         number(part, 2 + salt)
-    go([sides[0]], sides[1], mla=False, states=([[1, 2]], [[6, 3]]))
+    go(clusters([sides[0]], [sides[1]], mla=False), ([[1, 2]], [[6, 3]]))
     compare(source.full_kv_pool, target.full_kv_pool)
     compare(source.swa_kv_pool, target.swa_kv_pool, ([1, 2], [6, 3]))
 

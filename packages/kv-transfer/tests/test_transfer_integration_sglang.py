@@ -128,6 +128,19 @@ def test_none_is_a_named_refusal(managers: Any, name: str) -> None:
     peer.check([])
 
 
+def test_unequal_ranks_need_a_registration_or_a_rank(managers: Any) -> None:
+    """`send_kvcache` has no argument for the peer's rank; a registered peer is known, another one is not."""
+    own, peer = Side(MHA, range(2), heads=4), Side(MHA, range(2), heads=4, tp=(1, 2))
+    here, there = managers(own, mla=False), managers(peer, mla=False)
+    own.fill(FROM)
+    more: tuple[Any, ...] = ([], None, peer.args.kv_item_lens[0], 2)
+    with pytest.raises(UnsupportedLayout, match="dst_attn_tp_size"):
+        send(here, there, peer, *more)
+    assert here.register(peer, there.engine.get_session_id()) is None
+    assert send(here, there, peer, *more) == 0
+    peer.check(TO)
+
+
 def test_device_indices_are_refused_by_name(managers: Any) -> None:
     own, peer = Side(MHA, range(2)), Side(MHA, range(2))
     here, there = managers(own, mla=False), managers(peer, mla=False)

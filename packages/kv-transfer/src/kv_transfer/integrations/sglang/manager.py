@@ -136,6 +136,11 @@ class PlannedTransfers(Registrations, Pointers):
             local = self._local()
             size = local.tp_size if dst_attn_tp_size is UNSTATED else dst_attn_tp_size
             first = own if dst_kv_item_len is UNSTATED else dst_kv_item_len
+            if isinstance(size, int) and size != local.tp_size and not local.mla:
+                raise refusal(
+                    "dst_attn_tp_size", local.tp_size, size, "the call does not say which heads the peer has",
+                    "register the peer first, or call send_kvcache_slice with its rank",
+                )  # fmt: skip
             ranks = local.ranks(local.tp_rank, size)
             plan = local.plan(dst_kv_ptrs, None, ranks, first_item=first, layer_ids=dst_layer_ids or ())
         return 0 if plan is None else self._write(mooncake_session_id, plan.batches(
