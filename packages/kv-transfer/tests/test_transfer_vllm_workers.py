@@ -22,7 +22,13 @@ from kv_transfer.integrations.vllm.ready import StepLayers
 from kv_transfer.integrations.vllm.words import Chunk, Load, StepWords
 
 TIMEOUTS = kt.Timeouts(
-    handshake=2.0, offer=1.0, transfer=20, heartbeat_interval=0.05, peer_lost_after=1.0, dead_writer_grace=0.2, drain=1
+    handshake=2.0,
+    offer=60.0,
+    transfer=120,
+    heartbeat_interval=0.05,
+    peer_lost_after=10.0,
+    dead_writer_grace=0.2,
+    drain=1,
 )
 LAYER_BY_LAYER = kt.Limits(ready_step_bytes=1)
 PAGE, KERNEL_BLOCKS = 4, 2  # a block of the engine is two pages
@@ -49,7 +55,7 @@ class World:
             memory.manifest, self.engines[-1], self.directory, timeouts=TIMEOUTS, limits=LAYER_BY_LAYER, every=0.02
         )
         self.keep.callback(end.close)
-        worker = PrefillWorker(end, KERNEL_BLOCKS, PAGE, TIMEOUTS.offer)
+        worker = PrefillWorker(end, KERNEL_BLOCKS, PAGE, 120.0)
         self.keep.callback(worker.close)
         self.prefill_ends.append(end)
         self.prefill.append(worker)
@@ -73,9 +79,9 @@ class World:
         for memory in self.sources:
             self.start_prefill(memory, engine)
         decode = self.start_decode()
-        self.decode_end.wait_ready(10)
+        self.decode_end.wait_ready(60)
         for end in self.prefill_ends:
-            end.wait_ready(10)
+            end.wait_ready(60)
         return decode
 
     def push(self, *chunks: Chunk, ready: Any = None) -> None:
@@ -115,7 +121,7 @@ def load(name: str = "b", room: int = 7, first: int = 0) -> Load:
     return Load(name, room, 0, TOKENS, first, DESTINATION[first:])
 
 
-def wait_finished(call: Callable[[], set[str]], wanted: set[str], seconds: float = 10.0) -> None:
+def wait_finished(call: Callable[[], set[str]], wanted: set[str], seconds: float = 60.0) -> None:
     """Requests are reported once each."""
     found: set[str] = set()
     deadline = time.monotonic() + seconds
@@ -187,7 +193,7 @@ def test_layers_go_as_they_are_computed(world: World) -> None:
     assert decode.finished() == set() and world.faults({}) == []
     marks.passed("target", 0)
     assert marks.wait("target", 0, 1.0) and not marks.wait("target", 1, 0.01)
-    assert eventually(lambda: len(world.faults({})) == 12, 10), "keys and values of layer 0 on six pages"
+    assert eventually(lambda: len(world.faults({})) == 12, 60), "keys and values of layer 0 on six pages"
     assert all("', 0)" in fault for fault in world.faults({}))
     waiting = threading.Thread(target=lambda: marks.wait("target", 3, 10.0))
     waiting.start()
@@ -200,11 +206,13 @@ def test_layers_go_as_they_are_computed(world: World) -> None:
 
 def test_nobody_asks_and_the_blocks_are_given_back(world: World) -> None:
     world.start()
-    world.push(chunk())
+    for worker in world.prefill:
+        worker._offer = 0.5
     began = time.monotonic()
+    world.push(chunk())
     for worker in world.prefill:
         wait_finished(lambda own=worker: own.finished({"a"}), {"a"})  # type: ignore[misc]
-    assert time.monotonic() - began >= TIMEOUTS.offer * 0.9
+    assert time.monotonic() - began >= 0.5
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -239,12 +247,12 @@ def test_prefill_never_began(world: World) -> None:
 
 def test_decode_gives_a_request_up_before_it_asked(world: World) -> None:
     decode = world.start()
+    for worker in world.prefill:
+        worker._offer = float("inf")  # nothing but the word of decode ends it
     decode.take(StepWords(rejects=((7, 0, "aborted in the queue"), (9, 5, "of a group that is not there"))))
     world.push(chunk())
-    began = time.monotonic()
     for worker in world.prefill:
         wait_finished(lambda own=worker: own.finished({"a"}), {"a"})  # type: ignore[misc]
-    assert time.monotonic() - began < TIMEOUTS.offer
 
 
 def test_an_aborted_load_is_reported_when_nobody_writes_any_more(world: World) -> None:
@@ -252,7 +260,7 @@ def test_an_aborted_load_is_reported_when_nobody_writes_any_more(world: World) -
     decode.take(StepWords(loads=(load(),)))
     world.push(chunk())
     held = [engine for engine in world.engines if isinstance(engine, HeldEngine)]
-    assert eventually(lambda: all(engine.begun for engine in held))
+    assert eventually(lambda: all(engine.begun for engine in held), 60)
     decode.take(StepWords(aborts=(("b", "aborted by the user"),)))
     time.sleep(0.1)
     assert decode.finished() == set(), "a writer still holds the blocks"
@@ -284,13 +292,14 @@ def test_a_dead_prefill_rank_and_its_next_life(world: World) -> None:
     world.prefill_ends[1].close()
     wait_finished(decode.finished, {"b"})
     assert decode.failed_blocks() == set(DESTINATION)
-    decode.take(StepWords(loads=(load("c", 8),)))  # while it is away: at once, and by name
-    wait_finished(decode.finished, {"c"}, 1.5)
+    decode._patience = float("inf")  # while it is away: nothing is waited for
+    decode.take(StepWords(loads=(load("c", 8),)))
+    wait_finished(decode.finished, {"c"})
     assert decode.failed_blocks() == set(DESTINATION)
     wait_finished(lambda: world.prefill[0].finished({"a"}), {"a"})
     world.prefill = [world.prefill[0], world.start_prefill(world.sources[1])]
-    world.prefill_ends[2].wait_ready(10)
-    world.decode_end.wait_ready(10)
+    world.prefill_ends[2].wait_ready(60)
+    world.decode_end.wait_ready(60)
     decode.take(StepWords(loads=(load("e", 9),)))
     world.push(chunk("d", 9))
     wait_finished(decode.finished, {"e"})
@@ -301,7 +310,7 @@ def test_a_decode_rank_that_dies_is_waited_for_no_longer(world: World) -> None:
     decode = world.start()
     decode.take(StepWords(loads=(load(),)))
     world.push(chunk(count=1, last=False))
-    assert eventually(lambda: {name for name in (0, 3) if f"', {name})" in str(world.faults({}))} == {0, 3})
+    assert eventually(lambda: {name for name in (0, 3) if f"', {name})" in str(world.faults({}))} == {0, 3}, 60)
     world.decode_end.close()
     for worker in world.prefill:
         wait_finished(lambda own=worker: own.finished({"a"}), {"a"})  # type: ignore[misc]
@@ -311,7 +320,7 @@ def test_prefill_ranks_that_were_never_there(world: World) -> None:
     decode = world.start_decode()
     decode.take(StepWords(loads=(load(),)))
     assert decode.finished() == set()
-    wait_finished(decode.finished, {"b"}, 10)
+    wait_finished(decode.finished, {"b"})
     assert decode.failed_blocks() == set(DESTINATION)
     decode.take(StepWords(loads=(load("c", 8),)))
     decode.take(StepWords(aborts=(("c", "aborted by the user"),)))
@@ -332,7 +341,7 @@ def test_two_decode_ranks_share_the_heads(world: World) -> None:
     ]
     worker = world.start_prefill(prefill)
     ranks = [world.start_decode(memory) for memory in halves]
-    assert len(world.prefill_ends[0].wait_ready(10)) == 2
+    assert len(world.prefill_ends[0].wait_ready(60)) == 2
     ranks[0].take(StepWords(loads=(load(),)))
     world.push(chunk())
     wait_finished(ranks[0].finished, {"b"})
@@ -408,7 +417,7 @@ def test_a_broken_pusher_is_told_to_the_engine(world: World, monkeypatch: pytest
 
     monkeypatch.setattr(worker, "_advance", fail)
     worker.take(StepWords(chunks=(chunk(),)), None)
-    assert eventually(lambda: not worker._thread.is_alive())
+    assert eventually(lambda: not worker._thread.is_alive(), 60)
     for call in (lambda: worker.take(StepWords(), None), lambda: worker.finished({"a"})):
         with pytest.raises(kt.SessionStateError, match=r"ended by an error: MemoryError\('broken by the test'\)"):
             call()
