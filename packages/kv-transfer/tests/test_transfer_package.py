@@ -31,6 +31,16 @@ def test_using_everything_loads_no_engine_and_no_torch() -> None:
     assert loaded.strip() == "[]"
 
 
+def test_the_integration_of_vllm_needs_neither_vllm_nor_torch_to_be_imported() -> None:
+    said = _python(
+        "import sys\nsys.modules['vllm'] = None\nimport kv_transfer.integrations.vllm as own\n"
+        "assert own.Settings(directory='tcp://127.0.0.1:1').engine == 'mooncake' and 'torch' not in sys.modules\n"
+        "try:\n    own.KvTransferConnector\n"
+        "except ImportError as error:\n    print(error)"
+    )
+    assert "install vLLM 0.23 beside kv-transfer" in said
+
+
 def test_public_names_are_the_listed_ones() -> None:
     listed = (ROOT / "tests" / "transfer_public_names.txt").read_text().split()
     assert sorted(kv_transfer.__all__) == sorted(listed)
