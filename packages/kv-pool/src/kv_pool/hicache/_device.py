@@ -26,12 +26,19 @@ class DevicePages:
 
     def __init__(self, allocator: PageAllocator, host: HostPool, *, poison: bool) -> None:
         self._allocator = allocator
-        self._storages = [storage for mirror in host.mirrors for storage in pages_second(mirror)] if poison else []
+        if poison:
+            storages = [storage for mirror in host.mirrors for storage in pages_second(mirror)]
+            allocator.watch(freed=lambda freed: fill_poison(storages, freed))
 
     @property
     def available(self) -> int:
         """Free pages."""
         return self._allocator.available
+
+    @property
+    def lingering(self) -> int:
+        """Pages that nobody holds and somebody still reads or writes."""
+        return self._allocator.lingering
 
     @property
     def total(self) -> int:
@@ -47,20 +54,12 @@ class DevicePages:
         self._allocator.retain(pages)
 
     def in_use(self, pages: IndexLike) -> PageUse:
-        """See `PageAllocator.in_use`; end it with `end`."""
+        """See `PageAllocator.in_use`."""
         return self._allocator.in_use(pages)
 
     def release(self, pages: IndexLike) -> None:
-        """Drop one holder of each page, and poison the pages that are free then: pages in use are not."""
-        self._overwrite(self._allocator.release(pages))
-
-    def end(self, use: PageUse) -> None:
-        """End a use, and poison the pages that are free then."""
-        self._overwrite(use.end())
-
-    def _overwrite(self, freed: IntArray) -> None:
-        if self._storages and freed.size:
-            fill_poison(self._storages, freed)
+        """Drop one holder of each page; pages in use are not free, nor poisoned, before the last use has ended."""
+        self._allocator.release(pages)
 
 
 def fill_poison(storages: Sequence[torch.Tensor], pages: IntArray) -> None:

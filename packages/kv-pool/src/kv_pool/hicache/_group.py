@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kv_pool.errors import CacheError, HostPoolError
+from kv_pool.errors import CacheError, HostPoolError, UnknownLayer
 from kv_pool.hicache._member import Member
 from kv_pool.hicache._share import Share
 from kv_pool.hicache.movers import create_mover
@@ -95,6 +95,7 @@ class Group:
             storage.attach(self._members)
         self._page_size = allocator.page_size
         self._own_layers = frozenset(layer for mirror in host.mirrors for layer in mirror.layer_ids)
+        self._layers = self._own_layers.union(*(member.layers for member in self._members))
         self._index = index
         self._streams = streams
 
@@ -164,10 +165,16 @@ class Group:
         """Take what a request needs of every companion, for the tokens below `reach`.
 
         Raises:
-            OutOfPages: One of them has not enough. What the others have taken stays with the request.
+            OutOfPages: One of them has not enough. What the others have kept ready stays with the request.
         """
-        for share in shares:
-            share.open(lead, hit, self._pages(reach, lead.size))
+        bare = [lead[share.member.device.find(lead) == 0] for share in shares]
+        try:
+            for share in shares:
+                share.open(lead, hit, self._pages(reach, lead.size))
+        except BaseException:
+            for share, given in zip(shares, bare, strict=True):
+                share.give_back(given)
+            raise
 
     def extend(self, shares: Sequence[Share], lead: IntArray, before: int) -> None:
         """Take pages for the positions from `before` on, where those before have been reached.
@@ -181,6 +188,7 @@ class Group:
                 share.extend(lead, lead.size)
         except BaseException:
             for share in chosen:
+                share.give_back(lead[before:])
                 share.reached = before
             raise
 
@@ -198,8 +206,11 @@ class Group:
 
         Raises:
             CanaryMismatch: See `Share.check`.
+            Exception: What the device has said of a load that others have started; the hit lacks its pages.
         """
         for share in shares:
+            if share.failure is not None:
+                raise share.failure
             share.check(lead, hit, lead_host)
 
     def load(self, shares: Sequence[Share], lead: IntArray, hit: int, nodes: IntArray, lead_host: IntArray) -> None:
@@ -207,11 +218,26 @@ class Group:
         for share in shares:
             share.load(lead, hit, nodes, lead_host)
 
-    def wait(self, shares: Sequence[Share], lead: IntArray, hit: int, layer_id: int) -> None:
-        """Let compute that is issued from now on begin after a layer of all loads that a hit reads."""
+    def wait(self, shares: Sequence[Share], layer_id: int) -> None:
+        """Let compute that is issued from now on begin after a layer of all loads that a hit reads.
+
+        Raises:
+            UnknownLayer: It lies neither in the cache's own pool nor with a companion.
+            Exception: What the device has said of one of the loads.
+        """
+        if layer_id not in self._layers:
+            raise UnknownLayer(
+                "layer_id",
+                given=layer_id,
+                expected=f"one of {sorted(self._layers)}",
+                consequence="the wait would be for nothing",
+                remedy="pass the global layer id of a layer held here",
+            )
         for share in shares:
             if layer_id in share.member.layers:
-                for carry in share.arriving(lead, hit):
+                if share.failure is not None:
+                    raise share.failure
+                for carry in share.loads:
                     self._streams.wait("compute", carry.layers[layer_id])
 
     def alone_holds(self, layer_id: int) -> bool:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kv_pool.errors import UnknownLayer
 from kv_pool.hicache._inflight import Load, LoadBatch
 from kv_pool.hicache.streams import issue
 
@@ -106,17 +105,8 @@ class Loads:
         """Let compute that is issued from now on begin after a layer of a load, and submit the layers behind it.
 
         Raises:
-            UnknownLayer: The layer is not held here.
             Exception: What the mover or the device raised: the load has failed.
         """
-        if layer_id not in self._layers:
-            raise UnknownLayer(
-                "layer_id",
-                given=layer_id,
-                expected=f"one of {self._layers}",
-                consequence="the wait would be for nothing",
-                remedy="pass the global layer id of a layer held here",
-            )
         while load.batch is None:
             self._submit()
         self._advance(load.batch, self._layers.index(layer_id) + 1 + self._limits.layers_ahead)
@@ -237,4 +227,4 @@ class Loads:
 
     def _release(self, load: Load) -> None:
         self._index.unlock(load.lock)
-        self._device.end(load.use)
+        load.use.end()

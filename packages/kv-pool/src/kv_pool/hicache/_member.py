@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Carry", "Member"]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Carry:
     """Own pages between device and host; the carry is one of their holders.
 
@@ -46,6 +46,7 @@ class Carry:
         mark: End of the copies.
         nodes: Nodes of a backup, parents first.
         lead_host: Leading host pages of a backup.
+        failure: What the device has said later; its bytes did not come.
     """
 
     pages: IntArray
@@ -55,6 +56,7 @@ class Carry:
     mark: Mark
     nodes: IntArray
     lead_host: IntArray
+    failure: BaseException | None = None
 
 
 class Member:
@@ -239,7 +241,7 @@ class Member:
             available=self.device.own.available,
             evictable=int(idle.sum()),
             protected=protected.size,
-            in_use=np.setdiff1d(outside, protected).size,
+            in_use=np.setdiff1d(outside, protected).size + self.device.own.lingering,
             total=self.device.own.total,
         )
 
@@ -260,7 +262,13 @@ class Member:
         while self._loads and ended(self._loads[0].mark):
             carry = self._loads.popleft()
             with self._letting_go(carry):
-                carry.mark.wait_on_host()
+                try:
+                    carry.mark.wait_on_host()
+                except BaseException as error:
+                    carry.failure = error
+                    named = self.device.named()
+                    self.device.leave(named[np.isin(self.device.find(named), carry.pages)])
+                    raise
                 self.loaded += carry.pages.size
         while self._backups and ended(self._backups[0].mark):
             carry = self._backups.popleft()

@@ -107,12 +107,11 @@ class CacheReports:
             return self._group.member(companion).accounting(of_index, held)
         counts = self._index.counts().device
         held = [acquired.pages[acquired._owned] for acquired in self._open.values()]
-        held += [load.device_pages for load in self._copies.loading()]
         outside = np.setdiff1d(np.concatenate([np.zeros(0, np.int64), *held]), of_index)
         return Accounting(
             available=self._device.available,
             evictable=counts.evictable,
             protected=counts.protected,
-            in_use=outside.size,
+            in_use=outside.size + self._device.lingering,
             total=self._device.total,
         )

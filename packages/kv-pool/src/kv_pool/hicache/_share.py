@@ -37,6 +37,7 @@ class Share:
         ready: Own device pages that `load` will fill, by position.
         reached: Positions below this one have been given a page of their own.
         row: The running row of states; 0 for none.
+        loads: Loads that were under way of what it reads.
     """
 
     member: Member
@@ -46,6 +47,12 @@ class Share:
     ready: dict[int, int] = field(default_factory=dict)
     reached: int = 0
     row: int = 0
+    loads: list[Carry] = field(default_factory=list)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What the device has said of a load of what it reads, if that has failed."""
+        return next((carry.failure for carry in self.loads if carry.failure is not None), None)
 
     @property
     def must_load(self) -> bool:
@@ -70,6 +77,7 @@ class Share:
             host: Own host page of each, 0 for none. Shape: [pages].
         """
         self.device, self.host = device[device > 0], host
+        self.loads = self._arriving(self.device)
         self.member.device.own.retain(self.device)
         self.member.host.own.retain(host[host > 0])
 
@@ -105,6 +113,10 @@ class Share:
         if self.member.companion.coverage != "snapshots" and reach > self.reached:
             self._give(lead[self.reached : reach], self.member.take(reach - self.reached))
             self.reached = reach
+
+    def give_back(self, lead: IntArray) -> None:
+        """Let go of the pages that were taken for leading pages; they go with those."""
+        self._let_go(self.member.device.find(lead))
 
     def advance(self, lead: IntArray, computed: int, reach: int) -> None:
         """Let go of what no later token reads, and take pages up to `reach`; what is computed without one gets none.
@@ -162,6 +174,8 @@ class Share:
             self._keep_also(reading[~np.isin(reading, self.device)])
             kept = np.concatenate([reading, self.member.device.find(lead[hit : self.reached])])
             self._let_go(self.device[~np.isin(self.device, kept)])
+        failed = [carry for carry in self.loads if carry.failure is not None]
+        self.loads = failed + self._arriving([*self.member.device.find(lead[self.needed(hit)]).tolist(), self.row])
         self._leave_host()
 
     def snapshot(self, lead_page: IntArray) -> bool:
@@ -176,11 +190,6 @@ class Share:
         self.member.device.give(lead_page, row)
         self.member.device.touch(lead_page)
         return True
-
-    def arriving(self, lead: IntArray, hit: int) -> list[Carry]:
-        """Loads under way of what the hit reads."""
-        reading = [*self.member.device.find(lead[self.needed(hit)]).tolist(), self.row]
-        return [carry for carry in self.member.loads if np.isin(carry.pages, reading).any()]
 
     def settle(self, given: IntArray, kept: IntArray) -> None:
         """Name the pages of a finished text by the pages that the index has kept, and count them as used."""
@@ -223,6 +232,10 @@ class Share:
     def _leave_host(self) -> None:
         self.member.host.own.release(self.host[self.host > 0])
         self.host = _none()
+
+    def _arriving(self, reading: IntArray | list[int]) -> list[Carry]:
+        """Loads under way of own pages."""
+        return [carry for carry in self.member.loads if np.isin(carry.pages, reading).any()]
 
     def _bare(self, lead: IntArray, positions: IntArray) -> npt.NDArray[np.bool_]:
         bare: npt.NDArray[np.bool_] = self.member.device.find(lead[positions]) == 0

@@ -72,7 +72,7 @@ class Accounting:
         available: Free pages.
         evictable: Pages of the index that nobody protects.
         protected: Pages of the index under a lock: of running requests, loads and backups.
-        in_use: Pages that requests hold outside the index, and that loads still write.
+        in_use: Pages that requests hold outside the index, and that a load or somebody else's use (`in_use`) keeps.
         total: Pages of the pool without page 0.
 
     Raises:

@@ -150,9 +150,10 @@ class Acquired:
             layer_id: Global layer id of a layer held here, by the cache's own pool or a companion.
 
         Raises:
-            CacheError: Host pages were found, or there are states, and `load` was not called.
+            CacheError: Host pages were found, or there are states, and `load` was not called; or the handle has ended.
             UnknownLayer: The layer is not held here.
         """
+        self._expect("wait_layer", "acquired", "loaded", "failed")
         if self._must_load and self.state == "acquired":
             raise self._refuse(
                 "wait_layer", "loaded", "attention would read pages that nobody fills", "call load first"
@@ -206,7 +207,7 @@ class Acquired:
             )
 
     def _expect_whole(self) -> None:
-        if any(load.failed for load in self._pending):
+        if any(load.failed for load in self._pending) or any(share.failure for share in self._shares):
             raise CacheError(
                 "finish(acquired)",
                 given="a handle of which a load has failed",

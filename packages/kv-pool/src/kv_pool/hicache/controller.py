@@ -393,7 +393,7 @@ class HiCacheController(CacheReports):
         return True
 
     def _wait(self, acquired: Acquired, layer_id: int) -> None:
-        self._group.wait(acquired._shares, acquired._pages, acquired._hit, layer_id)
+        self._group.wait(acquired._shares, layer_id)
         if not self._group.alone_holds(layer_id):
             for load in acquired._pending:
                 self._copies.wait_layer(load, layer_id)

@@ -1,0 +1,162 @@
+"""Owns the proof that calls out of order, refusals in the middle and late failures of a device lose nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from kv_pool import CacheError, OutOfPages, UnknownLayer
+from kv_pool.hicache import ImmediateStreams, Lane, Mark
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pool_group import GroupBench, PageByPage
+
+Text = Callable[[int, int], list[int]]
+ALL = ["window", "draft", "states"]
+
+
+class Held(ImmediateStreams):
+    """Lanes whose marks are reached when they are let go, and whose loads may fail then."""
+
+    def __init__(self) -> None:
+        self.go, self.broken = True, False
+
+    def mark(self, lane: Lane) -> Mark:
+        return HeldMark(self, lane)
+
+
+class HeldMark:
+    def __init__(self, streams: Held, lane: Lane) -> None:
+        self.streams, self.lane = streams, lane
+
+    def reached(self) -> bool:
+        return self.streams.go
+
+    def wait_on_host(self) -> None:
+        if self.streams.broken and self.lane == "load":
+            raise RuntimeError("the device has failed")
+
+
+def make(kinds: list[str], **options: object) -> GroupBench:
+    bench = GroupBench(kinds, pages=12, **options)  # type: ignore[arg-type]
+    bench.random = PageByPage()  # type: ignore[assignment]
+    return bench
+
+
+def test_refused_pages_of_one_companion_are_not_kept_by_another(text: Text) -> None:
+    bench = make(["draft", "window"])
+    bench.serve(text(1, 26))
+    window, draft = (bench.cache._group.member(name).device.own for name in ("window", "draft"))
+    bench.cache.evict(12, "window")
+    acquired = bench.cache.acquire(text(2, 9))
+    bench.cache.load(acquired)
+    outside, free = window.alloc(window.available), draft.available
+    for _ in range(3):
+        with pytest.raises(OutOfPages):
+            bench.cache.extend(acquired, 2)
+        assert draft.available == free
+    window.release(outside)
+    bench.cache.extend(acquired, 2)
+    assert draft.available == free - 2
+    bench.check_books()
+
+
+def test_a_refused_limit_keeps_no_page(text: Text) -> None:
+    bench = make(["draft", "window"])
+    bench.serve(text(1, 26))
+    window, draft = (bench.cache._group.member(name).device.own for name in ("window", "draft"))
+    acquired = bench.cache.acquire(text(1, 30))
+    outside, free, before = window.alloc(window.available), draft.available, acquired.pages.tolist()
+    for _ in range(2):
+        with pytest.raises(OutOfPages):
+            bench.cache.limit(acquired, 8)
+        assert draft.available == free and acquired.pages.tolist() == before and acquired.hit_tokens == 24
+    window.release(outside)
+    bench.cache.limit(acquired, 8)
+    bench.cache.finish(acquired, bench.run(acquired))
+    bench.check_books()
+
+
+def test_pages_that_somebody_else_uses_are_counted_and_poisoned_when_he_ends(text: Text) -> None:
+    bench = make(["draft"])
+    acquired = bench.cache.acquire(text(1, 26))
+    bench.run(acquired)
+    draft = bench.cache._group.member("draft").device.own
+    uses = [bench.allocator.in_use(acquired.pages), draft.in_use(acquired.companion_pages("draft"))]
+    pages = set(acquired.pages.tolist())
+    bench.cache.finish(acquired, text(1, 26))
+    bench.cache.evict(12)
+    for name in (None, "draft"):
+        books = bench.cache.accounting(name)
+        assert (books.available, books.in_use, books.total) == (5, 7, 12)
+    for use in uses:
+        use.end()
+    assert bench.cache.accounting().available == bench.cache.accounting("draft").available == 12
+    bench.check_poison(pages)
+    bench.check_books()
+
+
+@pytest.mark.parametrize("kinds", [[], ALL])
+def test_an_ended_handle_waits_for_nothing(text: Text, kinds: list[str]) -> None:
+    streams = Held()
+    bench = make(kinds, streams=streams)
+    for name in (1, 2):
+        bench.serve(text(name, 10))
+    bench.cache.drain()
+    bench.cache.evict(12)
+    streams.go = False
+    first, second = (bench.cache.acquire(text(name, 10)) for name in (1, 2))
+    for acquired in (first, second):
+        bench.cache.load(acquired)
+    bench.cache.abort(second)
+    with pytest.raises(CacheError, match="aborted"):
+        second.wait_layer(0)
+    streams.go = True
+    bench.cache.finish(first, bench.run(first))
+    with pytest.raises(CacheError, match="finished"):
+        first.wait_layer(0)
+    bench.cache.drain()
+    bench.check_books()
+
+
+@pytest.mark.parametrize("kinds", [[], ALL])
+def test_an_unknown_layer_is_refused_when_nothing_is_under_way_too(text: Text, kinds: list[str]) -> None:
+    bench = make(kinds)
+    acquired = bench.cache.acquire(text(1, 9))
+    bench.cache.load(acquired)
+    with pytest.raises(UnknownLayer, match="999"):
+        acquired.wait_layer(999)
+
+
+@pytest.mark.parametrize(("kind", "layer"), [("draft", 30), ("window", 10), ("states", 20)])
+def test_a_load_of_a_companion_that_fails_late_is_told_and_found_by_nobody(text: Text, kind: str, layer: int) -> None:
+    streams = Held()
+    bench = make([kind], streams=streams)
+    bench.serve(text(1, 26))
+    bench.cache.drain()
+    bench.cache.evict(12, kind)
+    streams.go = False
+    acquired = bench.cache.acquire(text(1, 26))
+    bench.cache.load(acquired)
+    follower = bench.cache.acquire(text(1, 26))
+    streams.go = streams.broken = True
+    with pytest.raises(RuntimeError, match="device has failed"):
+        bench.cache.poll()
+    with pytest.raises(RuntimeError, match="device has failed"):
+        acquired.wait_layer(layer)
+    with pytest.raises(CacheError, match="load has failed"):
+        bench.cache.finish(acquired, text(1, 26))
+    streams.broken = False
+    if kind == "states":  # each request fills a row of its own
+        bench.cache.finish(follower, bench.run(follower))
+    else:
+        with pytest.raises(RuntimeError, match="device has failed"):
+            bench.cache.load(follower)
+        bench.cache.abort(follower)
+    bench.cache.abort(acquired)
+    assert bench.serve(text(1, 26)) == (24, 0)
+    bench.cache.drain()
+    bench.check_books()
