@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 import kv_planner as kp
+import numpy as np
 import pytest
 from transfer_image import EMPTY, Image, byte_of, side
 from transfer_pair import FAST, eventually
@@ -313,6 +314,16 @@ def test_whatever_fails_is_reported_and_all_else_arrives(make: Make) -> None:
         own.arena[[at - base for at in own.expected(dict(zip(pages, source, strict=True)))]] = EMPTY
         assert own.faults({}) == []
     assert 10 < incomplete < 50
+
+
+def test_a_failed_page_is_reported_where_the_start_came_as_a_numpy_number(make: Make) -> None:
+    sides = make("recompute")
+    sides.engines[0].fails = {0}
+    session = sides.receiver.open(1, [4], tokens=PAGE)
+    sending = sides.senders[0].open(1)
+    sending.send(np.array([1]), start=np.int64(0))  # type: ignore[arg-type]
+    sending.finish()
+    assert session.wait(5).failed_pages == {"main": (4,)}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import kv_planner as kp
+import numpy as np
 import pytest
 from transfer_image import Image, side
 from transfer_pair import FAST, HeldEngine
@@ -118,3 +119,57 @@ def test_a_room_that_one_reader_does_not_open_is_aborted_at_the_others(readers: 
 def test_a_group_is_of_one_rank() -> None:
     with pytest.raises(ValueError, match="expected those of one prefill rank, got none"):
         kt.SenderGroup([])
+
+
+@pytest.mark.parametrize("start", [-1, None, "0", 0.0, True, [0], {}, {"main": None}, {"main": -1}])
+def test_a_start_is_a_whole_number(readers: Readers, start: object) -> None:
+    """One page of the two would lie at the place of the other."""
+    for engine in readers.held:
+        engine.go.set()
+    sessions = [receiver.open(0, [4, 2]) for receiver in readers.receivers]
+    group = readers.group.open(0)
+    for call in (group.send, group.sessions[0].send):
+        with pytest.raises(kt.ArgumentError, match="start: "):
+            call([7, 9], start=start)  # type: ignore[arg-type]
+    group.send([7, 9], start=np.int64(0))  # type: ignore[arg-type]
+    group.finish()
+    for session, own in zip(sessions, readers.decode, strict=True):
+        session.wait(5)
+        assert own.faults(own.expected({4: 7, 2: 9})) == []
+
+
+def test_what_one_reader_still_needs_keeps_all_rooms_open(readers: Readers) -> None:
+    for engine in readers.held:
+        engine.go.set()
+    sessions = [
+        readers.receivers[0].open(0, [5], tokens=4, first_page=1),
+        readers.receivers[1].open(0, [4, 2], tokens=4),
+    ]
+    group = readers.group.open(0)
+    group.send([9], start=1)
+    with pytest.raises(kt.CoverageError, match="page 0 of the request was never sent"):
+        group.finish()
+    assert [own.state for own in group.sessions] == [kt.SenderState.SENDING] * 2
+    group.send([7], start=0)
+    group.finish()
+    for session in sessions:
+        session.wait(5)
+    for own, places in zip(readers.decode, ({5: 9}, {4: 7, 2: 9}), strict=True):
+        assert own.faults(own.expected(places)) == []
+
+
+def test_a_chunk_that_one_reader_refuses_is_sent_to_none(readers: Readers) -> None:
+    for engine in readers.held:
+        engine.go.set()
+    sessions = [
+        readers.receivers[0].open(0, [5], tokens=4, first_page=1),
+        readers.receivers[1].open(0, [4, 2], tokens=4),
+    ]
+    group = readers.group.open(0)
+    group.send([7], start=0)
+    with pytest.raises(kt.CoverageError, match="page 0 of the request was sent already"):
+        group.send([7, 9], start=0)
+    group.send([9], start=1)
+    group.finish()
+    for session in sessions:
+        session.wait(5)

@@ -12,6 +12,7 @@ import kv_planner
 import numpy as np
 import numpy.typing as npt
 
+from kv_transfer.arguments import check_whole
 from kv_transfer.chunks import Chunk, ChunkPlanner
 from kv_transfer.config import Limits
 from kv_transfer.coverage import Layer
@@ -155,7 +156,7 @@ class RoomPlanner:
         """A chunk of pages of each group that is given.
 
         Raises:
-            ArgumentError: No such group, one list for several, or no start.
+            ArgumentError: No such group, one list for several, or no start that is a whole number.
             CoverageError: It reaches past the offered pages.
             kv_planner.PlanError: Pages that cannot be paired.
             ValueError: A layer or part that this rank's route does not hold, or pages that are no 1-D array.
@@ -170,7 +171,7 @@ class RoomPlanner:
         layers = self._select({name: self._planners[name].summary.layers for name in given}, layer_ids, parts)
         found = []
         for name, pages in given.items():
-            begin = start[name] if isinstance(start, Mapping) else start
+            begin = check_whole("start", start[name] if isinstance(start, Mapping) else start, 2**63 - 1)
             found.append(self._planners[name].chunk(page_array("source_pages", pages), begin, layers[name], ready))
         return tuple(chunk for chunk in found if chunk is not None)
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import kv_planner
 import numpy as np
 import numpy.typing as npt
 from pydantic import JsonValue
 
-from kv_transfer.arguments import check_seconds
+from kv_transfer.arguments import check_seconds, check_whole
 from kv_transfer.errors import TransferError, TransferTimeout
 from kv_transfer.ready import Ready
 from kv_transfer.room_planner import PageLists
@@ -22,6 +23,8 @@ from kv_transfer.sender import Sender
 from kv_transfer.sender_session import SenderSession
 
 __all__ = ["GroupSession", "SenderGroup"]
+
+_Result = TypeVar("_Result")
 
 
 class SenderGroup:
@@ -100,13 +103,17 @@ class GroupSession:
     ) -> None:
         """As `SenderSession.send`, to every reader: pages that a reader has by a prefix hit are not sent to it.
 
-        A reader that cannot be served ends the room for all of them.
+        Either all readers are sent the chunk, or an error is raised and none is. A reader whose room has ended ends it
+        for all of them.
         """
         ids = None if layer_ids is None else list(layer_ids)
         names = None if parts is None else list(parts)
+        planned = []
         for own in self.sessions:
             pages, begin = _behind_prefix(own, source_pages, start)
-            self._or_abort(own.send, pages, start=begin, layer_ids=ids, parts=names, ready=ready)
+            planned.append(self._or_abort(own.plan, pages, start=begin, layer_ids=ids, parts=names, ready=ready))
+        for own, chunks in zip(self.sessions, planned, strict=True):
+            self._or_abort(own.take, chunks)
 
     def send_states(self, source_row: int | Mapping[str, int], *, ready: Ready | None = None) -> None:
         """As `SenderSession.send_states`, to every reader."""
@@ -121,7 +128,9 @@ class GroupSession:
         wait: bool = True,
         timeout: float | None = None,
     ) -> None:
-        """As `SenderSession.finish`, to every reader."""
+        """As `SenderSession.finish`, to every reader; where it is refused, all rooms stay open."""
+        for own in self.sessions:
+            self._or_abort(own.check_finish, metadata, rows=rows)
         for own in self.sessions:
             self._or_abort(own.finish, metadata, rows=rows, wait=False)
         if wait:
@@ -151,9 +160,9 @@ class GroupSession:
         for own in self.sessions:
             own.abort(reason)
 
-    def _or_abort(self, call: Callable[..., None], *arguments: object, **options: object) -> None:
+    def _or_abort(self, call: Callable[..., _Result], *arguments: object, **options: object) -> _Result:
         try:
-            call(*arguments, **options)
+            return call(*arguments, **options)
         except TransferError as error:
             if self.error is not None:
                 self.abort(str(error))
@@ -171,6 +180,7 @@ def _behind_prefix(
         begin = start.get(name) if isinstance(start, Mapping) else start
         if begin is None:
             continue
+        begin = check_whole("start", begin, 2**63 - 1)
         skipped = 0
         if span is not None and span.pages and lists[name].ndim == 1:
             skipped = min(max(0, span.first - begin), len(lists[name]))
@@ -178,4 +188,4 @@ def _behind_prefix(
         begins[name] = begin + skipped
     if isinstance(given, Mapping):
         return lists, begins
-    return next(zip(lists.values(), begins.values(), strict=True)) if len(lists) == 1 else (given, start)
+    return next(zip(lists.values(), begins.values(), strict=True)) if len(begins) == 1 else (given, start)

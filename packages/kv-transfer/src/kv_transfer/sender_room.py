@@ -1,7 +1,7 @@
 """One room at a sender: feeds the engine with chunks as they become ready, and ends with exactly one message.
 
 No thread, no socket, no clock of its own; messages collect in `outgoing`. `planner` may be used without the owner's
-lock, everything else needs it.
+lock, everything else needs it. Long because each step of the machine looks at the same queues of batches.
 """
 
 from __future__ import annotations
@@ -162,10 +162,7 @@ class SenderRoom:
             CoverageError: A (layer, page) of them was sent already; nothing is taken.
             SessionStateError: The room takes no chunks any more.
         """
-        self._require_sending("send")
-        tables = [self._coverage[chunk.where.group, chunk.where.rows] for chunk in chunks]
-        for table, chunk in zip(tables, chunks, strict=True):
-            table.check(chunk.layers, chunk.where.start, chunk.where.pages)
+        tables = self.check_send(chunks)
         for ready in {id(chunk.ready): chunk.ready for chunk in chunks if chunk.ready is not None}.values():
             if self._wake is not None and isinstance(ready, NotifyingReady):
                 ready.subscribe(self._wake)
@@ -180,6 +177,18 @@ class SenderRoom:
                     self._awaited.append((step, chunk.ready))
         self._progress_at = now
 
+    def check_send(self, chunks: Sequence[Chunk]) -> list[Coverage]:
+        """Raises what `send` would, and takes nothing.
+
+        Returns:
+            The table of each chunk.
+        """
+        self._require_sending("send")
+        tables = [self._coverage[chunk.where.group, chunk.where.rows] for chunk in chunks]
+        for table, chunk in zip(tables, chunks, strict=True):
+            table.check(chunk.layers, chunk.where.start, chunk.where.pages)
+        return tables
+
     def _queue(self, step: Step) -> None:
         self._queued.extend(_Job(batch, step.where) for batch in step.batches)
 
@@ -191,6 +200,19 @@ class SenderRoom:
             CoverageError: A (layer, page) or state of the route was never sent; the room stays open.
             MessageTooLarge: The metadata does not fit into a message.
             ProtocolError: The metadata is not made of JSON values.
+        """
+        packed = self.check_finish(metadata, rows)
+        self._last_words = (dict(metadata), packed)
+        self._machine.to(SenderState.DRAINING)
+        self._progress_at = now
+
+    def check_finish(
+        self, metadata: Mapping[str, JsonValue], rows: Mapping[str, object] | None = None
+    ) -> Mapping[str, str]:
+        """Raises what `finish` would; the room stays open either way.
+
+        Returns:
+            The rows as they travel.
         """
         self._require_sending("finish")
         for table in self._coverage.values():
@@ -205,9 +227,7 @@ class SenderRoom:
                 consequence="the room stays open",
                 remedy="use str keys and JSON values (str, int, finite float, bool, None, list, dict)",
             ) from error
-        self._last_words = (dict(metadata), packed)
-        self._machine.to(SenderState.DRAINING)
-        self._progress_at = now
+        return packed
 
     def fail(self, error: TransferError) -> None:
         """Gives the room up: nothing more is submitted, what waits is cancelled. Does nothing after the end."""

@@ -112,7 +112,22 @@ class SenderSession:
             kv_planner.PlanError: The pages are not valid. Nothing is sent.
             TransferError: The room has ended badly; the error says why.
         """
-        self._take(self._room.planner.chunk(source_pages, start, layer_ids, parts, ready))
+        self.take(self.plan(source_pages, start=start, layer_ids=layer_ids, parts=parts, ready=ready))
+
+    def plan(
+        self,
+        source_pages: PageLists,
+        *,
+        start: int | Mapping[str, int],
+        layer_ids: Iterable[int] | None = None,
+        parts: Iterable[kv_planner.Part] | None = None,
+        ready: Ready | None = None,
+    ) -> tuple[Chunk, ...]:
+        """What `send` would hand to the engine, for `take`; arguments and errors are those of `send`."""
+        chunks = self._room.planner.chunk(source_pages, start, layer_ids, parts, ready)
+        with self._sender.lock:
+            self._room.check_send(chunks)
+        return chunks
 
     def send_states(
         self,
@@ -135,7 +150,7 @@ class SenderSession:
             kv_planner.PlanError: The row is not valid. Nothing is sent.
             TransferError: The room has ended badly; the error says why.
         """
-        self._take(self._room.planner.row(source_row, layer_ids, parts, ready))
+        self.take(self._room.planner.row(source_row, layer_ids, parts, ready))
 
     def finish(
         self,
@@ -162,10 +177,17 @@ class SenderSession:
             TransferError: The room ended badly.
         """
         with self._sender.lock:
-            self._room.finish(metadata or {}, time.monotonic(), rows)
+            self._room.finish({} if metadata is None else metadata, time.monotonic(), rows)
             self._sender.wake()
         if wait:
             self.wait(timeout)
+
+    def check_finish(
+        self, metadata: Mapping[str, JsonValue] | None = None, *, rows: Mapping[str, object] | None = None
+    ) -> None:
+        """Raises what `finish` would raise at once; the room stays open either way."""
+        with self._sender.lock:
+            self._room.check_finish({} if metadata is None else metadata, rows)
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits for the end after `finish`.
@@ -187,7 +209,13 @@ class SenderSession:
             if self._sender.wait_for(ended, left) is None:
                 raise TransferTimeout(f"{self._room.name}: still {self._room.state.value}", seconds=timeout or 0.0)
 
-    def _take(self, chunks: Sequence[Chunk]) -> None:
+    def take(self, chunks: Sequence[Chunk]) -> None:
+        """Hands what was planned to the engine.
+
+        Raises:
+            CoverageError: A (layer, page) was sent meanwhile. Nothing is sent.
+            TransferError: The room has ended badly.
+        """
         with self._sender.lock:
             self._room.send(chunks, time.monotonic())
             self._sender.wake()
