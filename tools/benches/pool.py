@@ -1,8 +1,8 @@
 """Bench of kv-pool: the indexed mover, the allocator, the controller, the stores of files and of Mooncake.
 
 Time to the first token after a hit is in `pool_hits`. References in the same run: the better of numpy's `take(out=)`
-and fancy assignment over the same pages for the mover, and for its two threads two threads of memmove over the same
-pages, beyond which no copy gets; plain sequential files of the same bytes and Mooncake's own calls for the stores.
+and fancy assignment over the same pages for the mover, and for its two threads also two threads of memmove; plain
+sequential files of the same bytes and Mooncake's own calls for the stores.
 Mooncake listens on all interfaces, so the bench goes on in a namespace with loopback only.
 """
 
@@ -124,10 +124,9 @@ def moving(bench: Bench, name: str, pool: Pool, *, backup: bool) -> None:
         together()
         rounds = [[once(work) for work in (lambda: move(two), better, together)] for _ in range(bench.rounds)]
     ours, theirs, limit = ([row[column] for row in rounds] for column in range(3))
-    reach = statistics.median(slow / fast for slow, fast in zip(theirs, limit, strict=True))
     bench.record(
         f"{what}, two threads, beside numpy's {better.__name__}", ours, "ms", references=theirs,
-        kind="reference/value", op=">=", target=round(min(1.3, 0.95 * reach), 2), goal=1.3,
+        kind="reference/value", op=">=", target=1.3,
     )  # fmt: skip
     bench.record(
         f"{what}, two threads, beside two threads of memmove", ours, "ms", references=limit, op="<=", target=1.1
