@@ -18,7 +18,7 @@ from typing import Any
 
 import kv_transfer as kt
 import pytest
-from engines_vllm_instance import BLOCKS, Instance
+from engines_vllm_instance import BLOCKS, Instance  # type: ignore[import-not-found]  # beside the tests
 
 FOLDER = Path(__file__).parent
 START = "import conftest, runpy; runpy.run_path('engines_vllm_instance.py', run_name='__main__')"
