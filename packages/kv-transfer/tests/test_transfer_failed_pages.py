@@ -321,7 +321,7 @@ def test_a_failed_page_is_reported_where_the_start_came_as_a_numpy_number(make: 
     sides.engines[0].fails = {0}
     session = sides.receiver.open(1, [4], tokens=PAGE)
     sending = sides.senders[0].open(1)
-    sending.send(np.array([1]), start=np.int64(0))  # type: ignore[arg-type]
+    sending.send(np.array([1]), start=np.int64(0))
     sending.finish()
     assert session.wait(5).failed_pages == {"main": (4,)}
 

@@ -131,7 +131,7 @@ def test_a_start_is_a_whole_number(readers: Readers, start: object) -> None:
     for call in (group.send, group.sessions[0].send):
         with pytest.raises(kt.ArgumentError, match="start: "):
             call([7, 9], start=start)  # type: ignore[arg-type]
-    group.send([7, 9], start=np.int64(0))  # type: ignore[arg-type]
+    group.send([7, 9], start=np.int64(0))
     group.finish()
     for session, own in zip(sessions, readers.decode, strict=True):
         session.wait(5)
