@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -10,7 +11,8 @@ import kv_planner as kp
 import numpy as np
 import pytest
 from transfer_image import EMPTY, Image, byte_of, side
-from transfer_pair import FAST, eventually
+from transfer_pair import FAST as HASTY
+from transfer_pair import eventually
 
 import kv_transfer as kt
 from kv_transfer.engine import Blocks, TransferHandle, TransferState, TransferStatus
@@ -21,6 +23,7 @@ from kv_transfer.messages import GroupOffer, Offer
 from kv_transfer.shares import Shares
 
 PAGE = 4
+FAST = dataclasses.replace(HASTY, peer_lost_after=20)  # nobody is lost here, however busy the machine is
 Policy = Literal["fail", "retry", "recompute"]
 
 
