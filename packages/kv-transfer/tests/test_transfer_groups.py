@@ -1,4 +1,7 @@
-"""Groups of pages in one end: full attention beside a sliding window, compressed pools, kinds of states."""
+"""Groups of pages in one end: full attention beside a sliding window, compressed pools, kinds of states.
+
+Long because all of them go through one pair of ends, which is made here once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The workers' halves of vLLM's connector over real senders and receivers: bytes, prefix hits, aborts, losses."""
+"""The workers' halves of vLLM's connector over real senders and receivers: bytes, prefix hits, aborts, losses.
+
+Long because every event of a request's life is played in the same small world.
+"""
 
 from __future__ import annotations
 
