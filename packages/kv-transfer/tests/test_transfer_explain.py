@@ -151,3 +151,11 @@ def test_the_command_line(tmp_path: Path) -> None:
     done = run("p.json", "bad.json")
     assert done.returncode == 2 and "bad.json: model: Field required" in done.stderr
     assert run("p.json", "d.json", "--engine", "rdma").returncode == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000], ids=["empty", "cut", "bytes", "deep"])
+def test_a_file_that_is_no_json_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "side.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"side\.json: no JSON: "):
+        read_side(path)

@@ -364,3 +364,27 @@ def test_without_sglang_its_classes_are_a_named_error(make: Any, monkeypatch: py
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(EngineUnavailable, match="install SGLang"):
         make.__wrapped__() if hasattr(make, "__wrapped__") else make()
+
+
+@pytest.mark.parametrize("field", ["kv_data_ptrs", "kv_data_lens", "kv_item_lens", "page_size"])
+@pytest.mark.parametrize("value", [None, 0, "x"])
+def test_a_field_that_is_not_filled_is_named(managers: Any, field: str, value: object) -> None:
+    side, peer = Side(MHA, range(2), heads=2), Side(MHA, range(2), heads=2)
+    here, there = managers(side, mla=False), managers(peer, mla=False)
+    setattr(side.args, field, value)
+    with pytest.raises(UnsupportedLayout, match=field):
+        sglang.manifest_of(side.args, mla=False)
+    if field in ("kv_data_lens", "kv_item_lens"):  # a registration is refused, and its thread goes on
+        assert field in (here.register(peer, there.engine.get_session_id()) or "")
+
+
+@pytest.mark.parametrize("pages", [None, [1.5], ["1"], [True]])
+def test_pages_are_whole_numbers(managers: Any, pages: Any) -> None:
+    here, there = (managers(Side(MHA, range(2), heads=2), mla=False) for _ in range(2))
+    peer = there.kv_args
+    for lists, name in (((pages, [1]), "prefill_kv_indices"), (([1], pages), "dst_kv_indices")):
+        with pytest.raises(UnsupportedLayout, match=f"{name}: page ids are whole numbers"):
+            here.send_kvcache(
+                there.engine.get_session_id(), lists[0], list(peer.kv_data_ptrs), lists[1], None, [], None,
+                peer.kv_item_lens[0], 1,
+            )  # fmt: skip

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import random
+import threading
 from collections.abc import Callable
 
 import kv_planner as kp
@@ -157,7 +158,7 @@ def _open_things() -> tuple[int, int]:
 def test_a_connect_that_fails_leaves_nothing_open(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = LoopbackEngine()
     limits = kt.Limits(message_bytes=100) if reason == "hello too large" else None
-    endpoint = "tcp://nonsense" if reason == "no endpoint" else "tcp://127.0.0.1:1"
+    endpoint = "tcp://no host:5000" if reason == "no endpoint" else "tcp://127.0.0.1:1"
     sender = kt.Sender(stages(make_layout(), 1)[0].manifest, engine, endpoint=endpoint, timeouts=FAST, limits=limits)
     if reason == "no thread":
 
@@ -290,3 +291,82 @@ def test_heads_that_do_not_split_over_the_ranks_are_refused_when_an_end_is_made(
         assert isinstance(caught.value.__cause__, kp.HeadsDoNotSplit)
     engine.register(memory.manifest.entries[0].address, memory.manifest.entries[0].nbytes)  # nothing was registered
     engine.close()
+
+
+_ENDS: list[tuple[str, object]] = [
+    ("manifest", None),
+    ("manifest", {"main": None}),
+    ("windows", ["main"]),
+    ("aux", 5),
+    ("aux", ["first_token"]),
+    ("timeouts", 5),
+    ("limits", {}),
+    ("secret", b"sixteen letters or more"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), _ENDS)
+@pytest.mark.parametrize("end", ["Receiver", "Sender", "PrefillEnd", "DecodeEnd"])
+def test_an_argument_of_another_kind_is_named_before_anything_is_registered(end: str, name: str, value: object) -> None:
+    engine, directory, before = LoopbackEngine(), kt.Directory(), threading.active_count()
+    options: dict[str, object] = {"manifest": whole(make_layout()).manifest, "engine": engine}
+    if end == "Receiver":
+        options["prefill_ranks"] = 1
+    elif end == "Sender":
+        options["endpoint"] = "tcp://127.0.0.1:7"
+    else:
+        options["directory"] = directory
+    with pytest.raises(kt.ArgumentError, match=name):
+        getattr(kt, end)(**{**options, name: value})
+    assert (len(engine._regions), directory.members("prefill"), threading.active_count()) == (0, (), before)
+    with pytest.raises(ValueError, match="parts: expected some of"):
+        getattr(kt, end)(**options, parts=None)
+    with pytest.raises(kt.EngineError, match="does not satisfy TransferEngine"):
+        getattr(kt, end)(**{**options, "engine": None})
+
+
+@pytest.mark.parametrize("bind", [5, None, "tcp://127.0.0.1:99999", "tcp://127.0.0.1", "nonsense"])
+def test_an_address_that_is_none_leaves_no_memory_registered(bind: str) -> None:
+    """ZeroMQ takes port 99999 for 34463."""
+    engine = LoopbackEngine()
+    with pytest.raises(ValueError, match="bind: "):
+        kt.Receiver(whole(make_layout()).manifest, engine, prefill_ranks=1, bind=bind)
+    with pytest.raises(ValueError, match="bind: "):
+        kt.DirectoryServer(bind=bind)
+    assert len(engine._regions) == 0
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1", "tcp://127.0.0.1:0", "tcp://127.0.0.1:99999"])
+def test_an_endpoint_without_a_port_that_there_is_is_refused(endpoint: str) -> None:
+    with pytest.raises(kt.ArgumentError, match=r"endpoint: .* port from 1 to 65535"):
+        kt.DirectoryClient(endpoint)
+
+
+@pytest.mark.parametrize("ranks", [0, 1.5, "1", None, True])
+def test_prefill_ranks_are_counted(ranks: int) -> None:
+    with pytest.raises(kt.ArgumentError, match="prefill_ranks: expected "):
+        kt.Receiver(whole(make_layout()).manifest, LoopbackEngine(), prefill_ranks=ranks)
+
+
+def test_lists_and_mappings_are_asked_for_by_name(two_stages: Pair) -> None:
+    receiver, sender = two_stages.receiver, two_stages.senders[0]
+    receiver.open(1, [1])
+    sending = sender.open(1)
+    calls: list[tuple[str, Callable[..., object], tuple[object, ...], dict[str, object]]] = [
+        ("layer_ids: expected a list", sending.send, ([1],), {"start": 0, "layer_ids": 5}),
+        ("parts: expected a list", sending.send, ([1],), {"start": 0, "parts": "target"}),
+        ("source_pages: expected a 1-D", sending.send, ([[1], [1, 2]],), {"start": 0}),
+        ("source_pages: expected a 1-D", sending.send, ([True],), {"start": 0}),
+        ("destination_pages: expected a 1-D", receiver.open, (2, [1.5]), {}),
+        ("first_page: expected a whole", receiver.open, (2, [2]), {"first_page": [1]}),
+        ("room: expected a whole", sender.reject, ("2", "no"), {}),
+    ]
+    for text, call, arguments, options in calls:
+        with pytest.raises(kt.ArgumentError, match=text):
+            call(*arguments, **options)
+    sending.send([1], start=0)
+    for name in ("metadata", "rows"):
+        with pytest.raises(kt.ArgumentError, match=f"{name}: expected Mapping"):
+            sending.finish(**{name: 5})  # type: ignore[arg-type]
+    assert receiver.open(2, {}, tokens=0).pages_released is False
+    sending.finish({}, wait=False)

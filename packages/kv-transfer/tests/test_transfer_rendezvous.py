@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +21,7 @@ from transfer_pair import FAST, eventually
 from transfer_scenarios import PAGES, SOURCES, Process
 
 import kv_transfer as kt
+from kv_transfer.directory import Side
 
 
 class End(Process):
@@ -237,6 +241,62 @@ def test_each_group_has_its_port_and_a_taken_one_is_a_problem(ends: Ends) -> Non
     prefill.close()
     with pytest.raises(kt.SessionStateError, match="closed"):
         prefill.wait_ready(1)
+
+
+def test_a_directory_that_raises_whatever_it_likes_is_a_problem_and_no_end(ends: Ends) -> None:
+    class Moody(kt.Directory):
+        mood: Exception | None = None
+
+        def members(self, side: Side) -> tuple[kt.Member, ...]:
+            if self.mood is not None:
+                raise self.mood
+            return super().members(side)
+
+        def renew(self, generation: int) -> bool:
+            if self.mood is not None:
+                raise self.mood
+            return super().renew(generation)
+
+    moody = Moody()
+    ends.directory = moody
+    prefill = ends.prefill(whole(ends.layout))
+    for mood in (OSError("too many open files"), RuntimeError("broken"), KeyError("absent")):
+        moody.mood = mood
+        assert eventually(lambda mood=mood: prefill.problem is mood)  # type: ignore[misc]
+    registered = prefill._registration
+    assert eventually(lambda: registered.problem is moody.mood)
+    moody.mood = None
+    decode = ends.decode(whole(ends.layout))
+    assert len(prefill.wait_ready(10)) == 1 and decode.wait_ready(10).is_ready
+    assert eventually(lambda: registered.problem is None and prefill.problem is None)
+    moody.mood = OSError("again")
+    assert eventually(lambda: decode.problem is moody.mood)
+
+
+def test_an_end_that_cannot_begin_leaves_no_receiver_behind() -> None:
+    layout, directory, engine = make_layout(), kt.Directory(), kt.create_engine("loopback")
+    for group in (0, 1):
+        directory.register(kt.Member(side="prefill", place=kt.Place(dp_rank=group, dp_size=2)))
+    before = threading.active_count()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = int(taken.getsockname()[1])
+        with pytest.raises(ValueError, match=f"bind: .*{port}.* cannot be bound"):
+            kt.DecodeEnd(whole(layout).manifest, engine, directory, port=port - 1)
+    assert directory.members("decode") == () and threading.active_count() == before
+    engine.close()
+
+
+@pytest.mark.parametrize("every", [0, -1, "1", math.inf])
+def test_a_thread_that_looks_again_pauses(every: float) -> None:
+    directory, engine = kt.Directory(), kt.create_engine("loopback")
+    for kind in (kt.PrefillEnd, kt.DecodeEnd):
+        with pytest.raises(kt.ArgumentError, match="every: expected "):
+            kind(whole(make_layout()).manifest, engine, directory, every=every)
+    with pytest.raises(kt.ArgumentError, match="every: expected "):
+        kt.Registration(directory, kt.Member(side="prefill", place=kt.Place()), every=every)
+    assert directory.members("prefill") == ()
+    engine.close()
 
 
 def test_a_registration_comes_back_after_it_was_forgotten() -> None:

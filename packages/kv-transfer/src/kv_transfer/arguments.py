@@ -1,4 +1,4 @@
-"""Numbers that callers pass in: whole numbers and seconds, refused by name before anything has happened.
+"""What callers pass in: numbers, seconds, addresses, words and kinds, refused by name before anything has happened.
 
 Checks kinds and ranges; what a number means is its user's.
 """
@@ -7,14 +7,25 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Final, TypeVar
 
 from kv_transfer.errors import ArgumentError
 
-__all__ = ["check_endpoint", "check_seconds", "check_whole", "check_word"]
+__all__ = [
+    "check_endpoint",
+    "check_items",
+    "check_kind",
+    "check_listening",
+    "check_period",
+    "check_seconds",
+    "check_whole",
+    "check_word",
+]
 
+_Value = TypeVar("_Value")
 _Word = TypeVar("_Word", bound=str)
+_LAST_PORT: Final = 65_535
 
 
 def check_whole(name: str, value: object, most: int) -> int:
@@ -58,17 +69,88 @@ def check_endpoint(value: str) -> str:
     """The endpoint `value`: a ZeroMQ address that can be connected to.
 
     Raises:
-        ArgumentError: It has no transport that is known, or no address.
+        ArgumentError: It has no transport that is known, no address, or no port that there is.
     """
     transport, _, address = value.partition("://") if isinstance(value, str) else ("", "", "")
-    if transport not in ("tcp", "ipc", "inproc") or not address:
+    port = address.rpartition(":")[2]
+    reachable = transport != "tcp" or (port.isdecimal() and 0 < int(port) <= _LAST_PORT)
+    if transport not in ("tcp", "ipc", "inproc") or not address or not reachable:
         raise ArgumentError(
-            f"endpoint: expected an address such as tcp://10.0.0.1:5000, got {value!r}",
+            f"endpoint: expected an address such as tcp://10.0.0.1:5000, with a port from 1 to {_LAST_PORT}, "
+            f"got {value!r}",
             local=value,
             consequence="nobody could be reached",
             remedy="pass Receiver.endpoint",
         )
     return value
+
+
+def check_period(name: str, value: float) -> float:
+    """The seconds `value` between two turns of a thread.
+
+    Raises:
+        ArgumentError: As `check_seconds`, or 0.
+    """
+    if check_seconds(name, value) == 0:
+        raise ArgumentError(
+            f"{name}: expected seconds above 0, got {value!r}",
+            local=value,
+            consequence="a thread would run without a pause",
+            remedy="pass a second or so",
+        )
+    return float(value)
+
+
+def check_listening(value: str) -> str:
+    """The address `value` to listen on; whether it can be had is known when it is bound.
+
+    Raises:
+        ArgumentError: It is no text, or its port is above the last one, of which ZeroMQ would take another.
+    """
+    port = value.rpartition(":")[2] if isinstance(value, str) else ""
+    if not isinstance(value, str) or (value.startswith("tcp://") and port.isdecimal() and int(port) > _LAST_PORT):
+        raise ArgumentError(
+            f"bind: expected an address such as tcp://127.0.0.1:0 with a port up to {_LAST_PORT}, got {value!r}",
+            local=value,
+            consequence="no peer could connect",
+            remedy="use another port, or 0 for a free one",
+        )
+    return value
+
+
+def check_kind(name: str, value: _Value, kind: type[_Value]) -> _Value:
+    """The object `value`, a `kind`.
+
+    Raises:
+        ArgumentError: It is none.
+    """
+    if not isinstance(value, kind):
+        raise ArgumentError(
+            f"{name}: expected {kind.__name__}, got {value!r:.200}",
+            local=type(value).__name__,
+            consequence="nothing was done",
+            remedy=f"pass a {kind.__name__}",
+        )
+    return value
+
+
+def check_items(name: str, value: Iterable[_Value]) -> tuple[_Value, ...]:
+    """The items of `value`.
+
+    Raises:
+        ArgumentError: It cannot be iterated over, or is one text.
+    """
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        return tuple(value)
+    except TypeError:
+        raise ArgumentError(
+            f"{name}: expected a list, got {value!r:.200}",
+            local=type(value).__name__,
+            consequence="nothing was done",
+            remedy="pass a list, also for one item",
+        ) from None
 
 
 def check_word(name: str, value: _Word, words: Sequence[str]) -> _Word:

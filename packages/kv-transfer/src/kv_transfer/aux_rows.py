@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 import kv_planner
 import numpy as np
 
+from kv_transfer.arguments import check_items, check_kind
 from kv_transfer.errors import ArgumentError
 
 __all__ = ["AuxField", "check_fields", "pack", "unpack"]
@@ -61,9 +62,9 @@ def check_fields(fields: Iterable[AuxField]) -> tuple[AuxField, ...]:
     """The fields by name.
 
     Raises:
-        ArgumentError: Two have the same name.
+        ArgumentError: Two have the same name, or one is no `AuxField`.
     """
-    found = tuple(sorted(fields))
+    found = tuple(sorted(check_kind("aux", field, AuxField) for field in check_items("aux", fields)))
     names = [field.name for field in found]
     if len(set(names)) != len(names):
         raise ArgumentError(f"aux: names {names} are not unique", local=str(names), remedy="name each row once")
@@ -80,7 +81,7 @@ def pack(fields: Iterable[AuxField], rows: Mapping[str, object]) -> dict[str, st
     Raises:
         ArgumentError: A row is missing, unknown, or has another number of bytes; nothing was sent.
     """
-    if not rows:
+    if not check_kind("rows", rows, Mapping):  # type: ignore[type-abstract]
         return {}
     known = {field.name: field for field in fields}
     if set(rows) != set(known):

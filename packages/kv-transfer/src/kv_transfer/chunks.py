@@ -23,7 +23,7 @@ from kv_transfer.ready import Ready
 from kv_transfer.spans import Interleave, Span, request_span
 from kv_transfer.summaries import RouteSummary, kept_by_all
 
-__all__ = ["Chunk", "ChunkPlanner", "Step", "Where"]
+__all__ = ["Chunk", "ChunkPlanner", "Job", "Step", "Where"]
 
 _Pages = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
@@ -75,6 +75,23 @@ class Chunk:
     layers: tuple[Layer, ...]
     steps: tuple[Step, ...]
     ready: Ready | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class Job:
+    """A batch on its way to the engine.
+
+    Attributes:
+        batch: For the engine.
+        where: The pages that it belongs to.
+        failures: How often the engine failed with it.
+        again_at: Not before this time, monotonic seconds.
+    """
+
+    batch: kv_planner.Batch
+    where: Where
+    failures: int = 0
+    again_at: float = 0.0
 
 
 class _Shares(TypedDict):

@@ -10,16 +10,18 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
+from typing import get_args
 
 import kv_planner
 
-from kv_transfer.arguments import check_seconds
+from kv_transfer.arguments import check_period, check_seconds, check_word
 from kv_transfer.aux_rows import AuxField
 from kv_transfer.config import Limits, Timeouts
 from kv_transfer.directory import Member, Place
+from kv_transfer.end_arguments import EndArguments
 from kv_transfer.engine import TransferEngine
 from kv_transfer.errors import ArgumentError, PeerRefused, SessionStateError, TransferError, TransferTimeout
-from kv_transfer.groups import Groups, Manifests
+from kv_transfer.groups import Manifests
 from kv_transfer.messages import Policy
 from kv_transfer.ports import rank_port
 from kv_transfer.receiver import Receiver
@@ -58,8 +60,8 @@ class DecodeEnd:
 
     Raises:
         PeerLost: The directory does not answer.
-        ArgumentError: The host is a wildcard, there are not so many ports, or the groups and windows do not fit
-            together.
+        ArgumentError: The host is a wildcard, there are not so many ports, or as `Receiver`.
+        ValueError, UnsupportedLayout, EngineError: As `Receiver`, but for the memory where no prefill rank is there.
     """
 
     def __init__(
@@ -81,15 +83,18 @@ class DecodeEnd:
         every: float = 1.0,
     ) -> None:
         """Looks into the directory; receivers come as prefill ranks are found."""
-        if host in ("", "*", "0.0.0.0", "::", "[::]"):
+        if not isinstance(host, str) or host in ("", "*", "0.0.0.0", "::", "[::]"):
             raise ArgumentError(
                 f"host: {host!r} is no address that another host can connect to",
                 local=host,
                 consequence="prefill ranks would be told it",
                 remedy="give this machine's address on the network that both sides share",
             )
-        self._every = check_seconds("every", every)
-        place = Groups.of(manifest, windows).placement
+        self._every = check_period("every", every)
+        own = EndArguments.of(manifest, engine, windows, parts, aux, timeouts, limits, secret)
+        check_word("interleave", interleave, get_args(Interleave))
+        check_word("on_failed_pages", on_failed_pages, get_args(Policy))
+        place = own.groups.placement
         self._place = Place.of(place)
         self._first_port = rank_port(port, place) if port else 0
         self._manifest, self._windows = manifest, windows
@@ -97,16 +102,18 @@ class DecodeEnd:
         self._engine = engine
         self._directory = directory
         self._host = host
-        self._parts, self._aux = tuple(parts), tuple(aux)
-        self._timeouts = timeouts or Timeouts()
-        self._limits = limits
-        self._secret = secret
+        self._parts, self._aux = own.parts, own.aux
+        self._timeouts, self._limits, self._secret = own.timeouts, own.limits, secret
         self._lock = threading.Lock()
         self._sizes: _Sizes | None = None
         self._receivers: dict[int, tuple[Receiver, Registration]] = {}
         self._problem: Exception | None = None
         self._closed = threading.Event()
-        self._look(directory.members("prefill"))
+        try:
+            self._look(directory.members("prefill"))
+        except BaseException:
+            self._drop_all()  # receivers of other groups
+            raise
         self._thread = threading.Thread(target=self._run, name=f"kv-transfer-decode-{self._place.rank}", daemon=True)
         self._thread.start()
 
@@ -187,7 +194,7 @@ class DecodeEnd:
             try:
                 self._look(self._directory.members("prefill"))
                 self._problem = None
-            except (TransferError, ValueError) as error:  # ValueError: a port is taken
+            except Exception as error:  # a port is taken, or a directory that is no `DirectoryClient`
                 self._problem = error
 
     def _look(self, members: Sequence[Member]) -> None:

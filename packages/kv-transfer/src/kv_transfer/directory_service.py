@@ -14,7 +14,7 @@ import pydantic
 import zmq
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from kv_transfer.arguments import check_endpoint, check_seconds
+from kv_transfer.arguments import check_endpoint, check_listening, check_seconds
 from kv_transfer.directory import Directory, Member, Side, is_whole
 from kv_transfer.errors import ArgumentError, PeerLost, ProtocolError
 from kv_transfer.secret import check_secret, seal_receiver, seal_sender
@@ -70,8 +70,8 @@ class DirectoryServer:
         secret: As at the endpoints of the deployment.
 
     Raises:
-        ArgumentError: The secret is too short.
-        ValueError: The address cannot be bound.
+        ArgumentError: The secret is too short, or the address is none.
+        ValueError: It cannot be bound.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class DirectoryServer:
     ) -> None:
         """Listens."""
         check_secret(secret)
+        check_listening(bind)
         self.directory = directory or Directory()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)

@@ -154,8 +154,8 @@ def read_side(path: Path) -> Side:
         OSError: The file cannot be read.
         ValueError: It is not the JSON of a deployment, or its windows are of no group.
     """
-    text = path.read_text(encoding="utf-8")
     try:
+        text = path.read_text(encoding="utf-8")
         known = json.loads(text)
         if isinstance(known, dict) and "groups" in known:
             side = Side.model_validate_json(text)
@@ -164,7 +164,7 @@ def read_side(path: Path) -> Side:
     except pydantic.ValidationError as error:
         wrong = [f"{'.'.join(map(str, item['loc'])) or 'the file'}: {item['msg']}" for item in error.errors()]
         raise ValueError(f"{path}: {'; '.join(wrong)} (python -m kv_planner schema says what it may hold)") from None
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: no JSON: {error}") from None
     unknown = sorted(side.windows.keys() - side.groups.keys())
     if unknown or any(window < 1 for window in side.windows.values()):

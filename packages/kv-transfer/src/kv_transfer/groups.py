@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 import kv_planner
 
-from kv_transfer.arguments import check_whole
+from kv_transfer.arguments import check_kind, check_whole
 from kv_transfer.errors import ArgumentError
 
 __all__ = ["MAIN", "Group", "Groups", "Manifests"]
@@ -101,10 +101,15 @@ class Groups:
             windows: Tokens of the window of those groups that have one.
 
         Raises:
-            ArgumentError: No groups, a window of no group, or one that is no number of tokens.
+            ArgumentError: No groups, no manifests, a window of no group, or one that is no number of tokens.
         """
-        given = {MAIN: manifest} if isinstance(manifest, kv_planner.RankManifest) else dict(manifest)
-        windows = dict(windows or {})
+        given: dict[str, kv_planner.RankManifest] = {}
+        if isinstance(manifest, Mapping):
+            for name, own in manifest.items():
+                given[name] = check_kind(f"manifest[{name!r}]", own, kv_planner.RankManifest)
+        else:
+            given[MAIN] = check_kind("manifest", manifest, kv_planner.RankManifest)
+        windows = {} if windows is None else dict(check_kind("windows", windows, Mapping))  # type: ignore[type-abstract]
         for name, window in windows.items():
             if check_whole(f"windows[{name!r}]", window, 2**63 - 1) == 0:
                 raise ArgumentError(f"windows[{name!r}]: 0 tokens", remedy="leave the group out, or give its window")

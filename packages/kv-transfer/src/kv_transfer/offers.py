@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import kv_planner
-import numpy as np
 
 from kv_transfer.arguments import check_whole
 from kv_transfer.errors import ArgumentError
 from kv_transfer.groups import Group, Groups
 from kv_transfer.messages import GroupOffer
-from kv_transfer.room_planner import PageLists, by_group
+from kv_transfer.room_planner import PageLists, by_group, page_array
 from kv_transfer.spans import Span, request_span
 
 __all__ = ["Rows", "make_offers", "request_spans"]
@@ -78,14 +77,12 @@ def make_offers(
     """
     lists = {}
     for name, given in by_group("destination_pages", pages, groups).items():
-        array = np.asarray(given)
-        if array.size == 0:
-            array = array.astype(np.int64)
+        array = page_array("destination_pages", given)
         kv_planner.Runs(array, array)
         lists[name] = array.tolist()
     rows = _rows(groups, parts, row)
     size = groups.placement.dcp_size
-    begins = {first_page} if not isinstance(first_page, Mapping) else set(first_page.values())
+    begins = list(first_page.values()) if isinstance(first_page, Mapping) else [first_page]
     for begin in begins:
         check_whole("first_page", begin, 2**31 - 1)
     if size > 1 and (tokens is None or any(begin % size for begin in begins)):
@@ -103,7 +100,8 @@ def make_offers(
                 consequence="nobody would know which pages of the request are whose",
                 remedy="give the tokens of the whole prompt",
             )
-        name = next(iter(lists))
+        name = groups.paged[0] if groups.paged else groups.names[0]
+        lists.setdefault(name, [])
         begin = first_page.get(name, 0) if isinstance(first_page, Mapping) else first_page
         tokens = (begin + len(lists[name])) * groups[name].manifest.layout.page_size
     spans = request_spans(groups, tokens, first_page)

@@ -12,13 +12,14 @@ from types import TracebackType
 
 import kv_planner
 
-from kv_transfer.arguments import check_seconds
+from kv_transfer.arguments import check_period, check_seconds
 from kv_transfer.aux_rows import AuxField
 from kv_transfer.config import Limits, Timeouts
 from kv_transfer.directory import Member, Place
+from kv_transfer.end_arguments import EndArguments
 from kv_transfer.engine import TransferEngine
-from kv_transfer.errors import SessionStateError, TransferError, TransferTimeout
-from kv_transfer.groups import Groups, Manifests
+from kv_transfer.errors import SessionStateError, TransferTimeout
+from kv_transfer.groups import Manifests
 from kv_transfer.handshake import Rank
 from kv_transfer.registration import Finder, Registration
 from kv_transfer.sender import Sender
@@ -55,7 +56,7 @@ class _Link:
                     if self._closed.wait(_TURN):
                         return
                 self.problem = self.sender.error
-            except (TransferError, ValueError) as error:  # ValueError: the endpoint cannot be connected to
+            except Exception as error:
                 self.problem = error
             self._closed.wait(self._pause)
 
@@ -80,7 +81,8 @@ class PrefillEnd:
 
     Raises:
         PeerLost: The directory does not answer.
-        ArgumentError: It refused the rank: its sizes are others than those of the ranks that are there.
+        ArgumentError: It refused the rank: its sizes are others than those of the ranks that are there. Or as `Sender`.
+        ValueError, UnsupportedLayout, EngineError: As `Sender`, but for the memory, which is registered later.
     """
 
     def __init__(
@@ -98,15 +100,14 @@ class PrefillEnd:
         every: float = 1.0,
     ) -> None:
         """Registers; senders come as decode ranks are found."""
-        self._every = check_seconds("every", every)
+        self._every = check_period("every", every)
         self._manifest, self._windows = manifest, windows
         self._engine = engine
         self._directory = directory
-        self._parts, self._aux = tuple(parts), tuple(aux)
-        self._timeouts = timeouts or Timeouts()
-        self._limits = limits
-        self._secret = secret
-        place = Place.of(Groups.of(manifest, windows).placement)
+        own = EndArguments.of(manifest, engine, windows, parts, aux, timeouts, limits, secret)
+        self._parts, self._aux = own.parts, own.aux
+        self._timeouts, self._limits, self._secret = own.timeouts, own.limits, secret
+        place = Place.of(own.groups.placement)
         self._dp_rank = place.dp_rank
         self._links: dict[Rank, _Link] = {}
         self._lock = threading.Lock()
@@ -212,12 +213,12 @@ class PrefillEnd:
             try:
                 problem = self._look(self._directory.members("decode"))
                 self._problem = problem or self._registration.problem
-            except TransferError as error:
+            except Exception as error:  # also of a directory that is no `DirectoryClient`
                 self._problem = error
             if self._closed.wait(self._every):
                 return
 
-    def _look(self, members: Sequence[Member]) -> TransferError | None:
+    def _look(self, members: Sequence[Member]) -> Exception | None:
         """New ranks get a link, moved ones another; those that are gone lose theirs when the connection is over too.
 
         Returns:
@@ -232,11 +233,11 @@ class PrefillEnd:
             ]
             new = [member for rank, member in found.items() if rank not in self._links]
         _close(old)
-        problem = None
+        problem: Exception | None = None
         for member in new:
             try:
                 sender = self._make_sender(member.endpoint)
-            except TransferError as error:
+            except Exception as error:  # whatever an engine makes of the memory
                 problem = error
                 continue
             with self._lock:

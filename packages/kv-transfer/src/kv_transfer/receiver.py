@@ -6,6 +6,7 @@ Thin and thread-safe: what happens is decided in `ReceiverCore` and `ReceiverRoo
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Iterable, Mapping
@@ -15,20 +16,21 @@ from typing import get_args
 import kv_planner
 import zmq
 
-from kv_transfer.arguments import check_seconds, check_whole, check_word
-from kv_transfer.aux_rows import AuxField, check_fields
+from kv_transfer.arguments import check_listening, check_seconds, check_whole, check_word
+from kv_transfer.aux_rows import AuxField
 from kv_transfer.config import Limits, Timeouts
+from kv_transfer.end_arguments import EndArguments
 from kv_transfer.engine import TransferEngine
-from kv_transfer.engine_check import require_engine
 from kv_transfer.errors import (
+    ArgumentError,
     PeerRefused,
     SessionStateError,
     TransferAborted,
     TransferError,
     TransferTimeout,
 )
-from kv_transfer.groups import Groups, Manifests
-from kv_transfer.handshake import Rank, check_movable
+from kv_transfer.groups import Manifests
+from kv_transfer.handshake import Rank
 from kv_transfer.loop import Endpoint
 from kv_transfer.messages import Policy
 from kv_transfer.offers import Rows, make_offers, request_spans
@@ -37,9 +39,9 @@ from kv_transfer.receiver_room import ReceiverRoom
 from kv_transfer.receiver_session import ReceiverSession
 from kv_transfer.regions import register_manifests
 from kv_transfer.room_planner import PageLists
-from kv_transfer.secret import check_secret, seal_receiver
+from kv_transfer.secret import seal_receiver
 from kv_transfer.spans import Interleave, Span
-from kv_transfer.terms import ALL_PARTS, Terms, check_parts
+from kv_transfer.terms import ALL_PARTS, Terms
 
 __all__ = ["Receiver"]
 
@@ -94,44 +96,34 @@ class Receiver(Endpoint):
         secret: str | None = None,
     ) -> None:
         """Registers the memory and listens."""
-        check_secret(secret)
-        if prefill_ranks < 1:
-            raise ValueError(f"prefill_ranks: expected at least 1, got {prefill_ranks}")
+        own = EndArguments.of(manifest, engine, windows, parts, aux, timeouts, limits, secret)
+        if check_whole("prefill_ranks", prefill_ranks, 2**31 - 1) < 1:
+            raise ArgumentError(f"prefill_ranks: expected at least 1, got {prefill_ranks}", local=prefill_ranks)
         group = check_whole("prefill_dp_rank", prefill_dp_rank, 2**31 - 1)
-        require_engine(engine)
-        self._parts = check_parts(parts)
-        fields = check_fields(aux)
         check_word("interleave", interleave, get_args(Interleave))
         self._policy = check_word("on_failed_pages", on_failed_pages, get_args(Policy))
-        groups = Groups.of(manifest, windows)
-        check_movable(groups, self._parts)
-        regions = register_manifests(engine, [own.manifest for own in groups], self._parts)
-        terms = Terms.of(engine, self._parts, fields)  # after the memory, which a session may name
-        super().__init__(
-            f"kv-transfer-receiver-{Rank.at(groups.placement)}", timeouts or Timeouts(), limits or Limits()
-        )
-        self._groups = groups
-        self._engine = engine
-        self._core = ReceiverCore(groups, terms, prefill_ranks, self._timeouts, self._limits, group, interleave)
-        self._regions = regions
-        context, control = self._open_socket(zmq.ROUTER)
-        control.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        seal_receiver(control, secret)
+        self._bind, self._secret, self._parts = check_listening(bind), secret, own.parts
+        self._groups, self._engine = own.groups, engine
+        self._regions: tuple[int, ...] = ()
+        self._endpoint = ""
+        self._unreachable: set[bytes] = set()
+        self._closed = False
+        super().__init__(f"kv-transfer-receiver-{Rank.at(own.groups.placement)}", own.timeouts, own.limits)
         try:
-            control.bind(bind)
-        except zmq.ZMQError as error:
-            control.close()
-            context.term()
+            self._regions = register_manifests(engine, [each.manifest for each in own.groups], own.parts)
+            terms = Terms.of(engine, own.parts, own.aux)  # after the memory, which a session may name
+            self._core = ReceiverCore(own.groups, terms, prefill_ranks, own.timeouts, own.limits, group, interleave)
+            self._launch(zmq.ROUTER, self._attach)
+        except BaseException as error:
             self._close_wakers()
             for address in self._regions:
-                engine.unregister(address)
+                with contextlib.suppress(Exception):
+                    engine.unregister(address)
+            if not isinstance(error, zmq.ZMQError):
+                raise
             raise ValueError(
                 f"bind: {bind!r} cannot be bound: {error}; no peer could connect; use another port, or 0 for a free one"
             ) from error
-        self._endpoint = control.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._unreachable: set[bytes] = set()
-        self._closed = False
-        self._start(context, control)
 
     @property
     def endpoint(self) -> str:
@@ -272,7 +264,7 @@ class Receiver(Endpoint):
         room = check_whole("room", room, 2**63 - 1)
         with self.lock:
             self._require_running()
-            self._core.reject(room, reason)
+            self._core.reject(room, str(reason))
             self.wake()
 
     def close(self) -> None:
@@ -308,6 +300,12 @@ class Receiver(Endpoint):
             error = TransferAborted(f"{room.name} was aborted here: {reason}", reason=reason, by="local")
             self._core.fail_room(room, error)
             self.wake()
+
+    def _attach(self, control: zmq.Socket[bytes]) -> None:
+        control.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        seal_receiver(control, self._secret)
+        control.bind(self._bind)
+        self._endpoint = control.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _watches_connection(self) -> bool:
         return False

@@ -10,9 +10,8 @@ import contextlib
 import threading
 from typing import Protocol
 
-from kv_transfer.arguments import check_seconds
+from kv_transfer.arguments import check_period
 from kv_transfer.directory import Member, Side
-from kv_transfer.errors import TransferError
 
 __all__ = ["Finder", "Registration"]
 
@@ -43,16 +42,16 @@ class Registration:
 
     Raises:
         PeerLost: The directory does not answer.
-        ArgumentError: It refused the member, or `every` is no number of seconds.
+        ArgumentError: It refused the member, or `every` is no number of seconds above 0.
     """
 
     def __init__(self, directory: Finder, member: Member, *, every: float = 5.0) -> None:
         """Registers, and starts to renew."""
-        self._every = check_seconds("every", every)
+        self._every = check_period("every", every)
         self._directory = directory
         self._member = member
         self._generation = directory.register(member)
-        self._problem: TransferError | None = None
+        self._problem: Exception | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-transfer-registration", daemon=True)
         self._thread.start()
@@ -63,7 +62,7 @@ class Registration:
         return self._generation
 
     @property
-    def problem(self) -> TransferError | None:
+    def problem(self) -> Exception | None:
         """Why the last renewal failed; None when it did not."""
         return self._problem
 
@@ -74,7 +73,7 @@ class Registration:
         self._closed.set()
         self._thread.join()
         if self._problem is None:
-            with contextlib.suppress(TransferError):
+            with contextlib.suppress(Exception):
                 self._directory.remove(self._generation)
 
     def _run(self) -> None:
@@ -83,5 +82,5 @@ class Registration:
                 if not self._directory.renew(self._generation):
                     self._generation = self._directory.register(self._member)
                 self._problem = None
-            except TransferError as error:
+            except Exception as error:
                 self._problem = error

@@ -12,7 +12,7 @@ import kv_planner
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.arguments import check_whole
+from kv_transfer.arguments import check_items, check_whole
 from kv_transfer.chunks import Chunk, ChunkPlanner
 from kv_transfer.config import Limits
 from kv_transfer.coverage import Layer
@@ -33,11 +33,19 @@ def page_array(name: str, pages: npt.ArrayLike) -> npt.NDArray[np.int32] | npt.N
     """Pages as an array.
 
     Raises:
-        ValueError: They are no 1-D array.
+        ArgumentError: They are no 1-D array of whole numbers.
     """
-    array = np.asarray(pages)
-    if array.ndim != 1:
-        raise ValueError(f"{name}: expected a 1-D int32 or int64 array, got shape {array.shape}")
+    try:
+        array = np.asarray(pages)
+        found = f"{array.dtype} of shape {array.shape}"
+    except (TypeError, ValueError) as error:  # lists of unequal length
+        array, found = np.zeros((), np.int64), str(error)
+    if array.ndim != 1 or (array.size and array.dtype not in (np.int32, np.int64)):
+        raise ArgumentError(
+            f"{name}: expected a 1-D int32 or int64 array, got {found}",
+            consequence="nothing was done",
+            remedy="give page ids of the allocator as a list or an array",
+        )
     return array if array.size else array.astype(np.int64)
 
 
@@ -207,7 +215,10 @@ class RoomPlanner:
         """Of each group, the layers that are asked for; what none of them has is refused."""
         chosen = dict(layers)
         if parts is not None:
-            wanted_parts, known_parts = set(parts), {part for own in layers.values() for part, _ in own}
+            wanted_parts, known_parts = (
+                set(check_items("parts", parts)),
+                {part for own in layers.values() for part, _ in own},
+            )
             if self.offer is not None and not wanted_parts <= known_parts:
                 raise ValueError(
                     f"parts: {sorted(wanted_parts - known_parts)} are not on this rank's route, which has "
@@ -215,7 +226,10 @@ class RoomPlanner:
                 )
             chosen = {name: tuple(own for own in held if own[0] in wanted_parts) for name, held in chosen.items()}
         if layer_ids is not None:
-            wanted, known = set(layer_ids), {layer for own in chosen.values() for _, layer in own}
+            wanted, known = (
+                set(check_items("layer_ids", layer_ids)),
+                {layer for own in chosen.values() for _, layer in own},
+            )
             if self.offer is not None and not wanted <= known:
                 raise ValueError(
                     f"layer_ids: {sorted(wanted - known)} are not on this rank's route, which has {sorted(known)}"

@@ -15,20 +15,20 @@ import kv_planner
 import zmq
 
 from kv_transfer.arguments import check_endpoint, check_seconds, check_whole
-from kv_transfer.aux_rows import AuxField, check_fields
+from kv_transfer.aux_rows import AuxField
 from kv_transfer.config import Limits, Timeouts
+from kv_transfer.end_arguments import EndArguments
 from kv_transfer.engine import TransferEngine
-from kv_transfer.engine_check import require_engine
 from kv_transfer.errors import SessionStateError, TransferError, TransferTimeout
-from kv_transfer.groups import Groups, Manifests
-from kv_transfer.handshake import Rank, check_movable
+from kv_transfer.groups import Manifests
+from kv_transfer.handshake import Rank
 from kv_transfer.loop import POLL_SECONDS, Endpoint
 from kv_transfer.regions import register_manifests
-from kv_transfer.secret import check_secret, seal_sender
+from kv_transfer.secret import seal_sender
 from kv_transfer.sender_core import SenderCore
 from kv_transfer.sender_session import SenderSession
 from kv_transfer.states import SenderPhase
-from kv_transfer.terms import ALL_PARTS, check_parts
+from kv_transfer.terms import ALL_PARTS
 
 __all__ = ["Sender"]
 
@@ -71,16 +71,16 @@ class Sender(Endpoint):
         secret: str | None = None,
     ) -> None:
         """Registers the memory; `connect` starts the conversation."""
-        require_engine(engine)
-        self._secret = check_secret(secret)
+        own = EndArguments.of(manifest, engine, windows, parts, aux, timeouts, limits, secret)
         check_endpoint(endpoint)
-        self._parts = check_parts(parts)
-        self._aux = check_fields(aux)
-        groups = Groups.of(manifest, windows)
-        check_movable(groups, self._parts)
-        regions = register_manifests(engine, [own.manifest for own in groups], self._parts)
-        super().__init__(f"kv-transfer-sender-{Rank.at(groups.placement)}", timeouts or Timeouts(), limits or Limits())
-        self._groups = groups
+        self._parts, self._aux, self._secret = own.parts, own.aux, secret
+        super().__init__(f"kv-transfer-sender-{Rank.at(own.groups.placement)}", own.timeouts, own.limits)
+        try:
+            regions = register_manifests(engine, [each.manifest for each in own.groups], own.parts)
+        except BaseException:
+            self._close_wakers()
+            raise
+        self._groups = own.groups
         self._engine = engine
         self._endpoint = endpoint
         self._core: SenderCore | None = None
@@ -212,11 +212,13 @@ class Sender(Endpoint):
         """Aborts a room that is not open here, also when its offer is still to come.
 
         Raises:
+            ArgumentError: `room` is no number of its kind.
             SessionStateError: The room is open; abort its session.
             PeerRefused, PeerLost: The conversation has ended.
         """
+        room = check_whole("room", room, 2**63 - 1)
         with self.lock:
-            self._alive().reject(room, reason)
+            self._alive().reject(room, str(reason))
             self.wake()
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import JsonValue
 
-from kv_transfer.arguments import check_seconds, check_whole
+from kv_transfer.arguments import check_items, check_seconds, check_whole
 from kv_transfer.errors import TransferError, TransferTimeout
 from kv_transfer.ready import Ready
 from kv_transfer.room_planner import PageLists
@@ -106,8 +106,8 @@ class GroupSession:
         Either all readers are sent the chunk, or an error is raised and none is. A reader whose room has ended ends it
         for all of them.
         """
-        ids = None if layer_ids is None else list(layer_ids)
-        names = None if parts is None else list(parts)
+        ids = None if layer_ids is None else check_items("layer_ids", layer_ids)
+        names = None if parts is None else check_items("parts", parts)
         planned = []
         for own in self.sessions:
             pages, begin = _behind_prefix(own, source_pages, start)

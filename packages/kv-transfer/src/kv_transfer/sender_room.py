@@ -1,12 +1,11 @@
 """One room at a sender: feeds the engine with chunks as they become ready, and ends with exactly one message.
 
 No thread, no socket, no clock of its own; messages collect in `outgoing`. `planner` may be used without the owner's
-lock, everything else needs it. Long because each step of the machine looks at the same queues of batches.
+lock, everything else needs it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,8 +13,9 @@ import kv_planner
 import pydantic
 from pydantic import JsonValue
 
+from kv_transfer.arguments import check_kind
 from kv_transfer.aux_rows import AuxField, pack
-from kv_transfer.chunks import Chunk, Step, Where
+from kv_transfer.chunks import Chunk, Job, Step, Where
 from kv_transfer.config import Limits
 from kv_transfer.coverage import Coverage
 from kv_transfer.engine import TransferEngine, TransferHandle, TransferState, TransferStatus
@@ -39,23 +39,6 @@ __all__ = ["SenderRoom"]
 _VERDICT = 0.3  # seconds between an engine's failure and the end of the room
 _MOST = 2**63 - 1
 _UNDEFINED = "its pages at the receiver are undefined"
-
-
-@dataclasses.dataclass(slots=True)
-class _Job:
-    """A batch on its way.
-
-    Attributes:
-        batch: For the engine.
-        where: The pages that it belongs to.
-        failures: How often the engine failed with it.
-        again_at: Not before this time, monotonic seconds.
-    """
-
-    batch: kv_planner.Batch
-    where: Where
-    failures: int = 0
-    again_at: float = 0.0
 
 
 class SenderRoom:
@@ -113,9 +96,9 @@ class SenderRoom:
             self._coverage[name, False] = Coverage(own.summary.layers, span.pages, span.first, label)
             self._coverage[name, True] = Coverage(own.summary.states, int(offer is not None), label=label)
         self._awaited: list[tuple[Step, Ready]] = []
-        self._queued: deque[_Job] = deque()
-        self._in_flight: list[tuple[TransferHandle, _Job]] = []
-        self._waiting_again: list[_Job] = []
+        self._queued: deque[Job] = deque()
+        self._in_flight: list[tuple[TransferHandle, Job]] = []
+        self._waiting_again: list[Job] = []
         self._failed: set[Where] = set()
         self._aux = tuple(aux)
         self._last_words: tuple[Mapping[str, JsonValue], Mapping[str, str]] = ({}, {})
@@ -190,7 +173,7 @@ class SenderRoom:
         return tables
 
     def _queue(self, step: Step) -> None:
-        self._queued.extend(_Job(batch, step.where) for batch in step.batches)
+        self._queued.extend(Job(batch, step.where) for batch in step.batches)
 
     def finish(self, metadata: Mapping[str, JsonValue], now: float, rows: Mapping[str, object] | None = None) -> None:
         """Says that everything was handed over.
@@ -209,14 +192,11 @@ class SenderRoom:
     def check_finish(
         self, metadata: Mapping[str, JsonValue], rows: Mapping[str, object] | None = None
     ) -> Mapping[str, str]:
-        """Raises what `finish` would; the room stays open either way.
-
-        Returns:
-            The rows as they travel.
-        """
+        """Raises what `finish` would, or returns the rows as they travel; the room stays open either way."""
         self._require_sending("finish")
         for table in self._coverage.values():
             table.check_complete()
+        check_kind("metadata", metadata, Mapping)  # type: ignore[type-abstract]
         packed = pack(self._aux, rows or {})
         try:
             encode(self._done(metadata, packed, _MOST, _MOST), self._limits)
@@ -251,7 +231,7 @@ class SenderRoom:
             for handle, _ in self._in_flight:
                 self._cancel(handle)
 
-    def _batch_failed(self, job: _Job, error: TransferFailed, now: float) -> None:
+    def _batch_failed(self, job: Job, error: TransferFailed, now: float) -> None:
         """The engine let go of a batch without moving it: another try, a report, or the end, as the receiver says."""
         policy = self.offer.on_failed_pages if self.offer is not None else "fail"
         job.failures += 1
@@ -307,7 +287,7 @@ class SenderRoom:
             self._machine.to(SenderState.ABORTED)
 
     def _poll(self, now: float) -> None:
-        still: list[tuple[TransferHandle, _Job]] = []
+        still: list[tuple[TransferHandle, Job]] = []
         for handle, job in self._in_flight:
             status = self._status(handle)
             if not status.is_terminal:

@@ -31,8 +31,11 @@ def check_parts(parts: Iterable[kv_planner.Part]) -> tuple[kv_planner.Part, ...]
     Raises:
         ValueError: None is named, or one that there is not.
     """
-    given = [parts] if isinstance(parts, str) else list(parts)
-    if not given or not set(given) <= set(ALL_PARTS) or isinstance(parts, str):
+    try:
+        given = () if isinstance(parts, str) else tuple(parts)
+    except TypeError:
+        given = ()
+    if not given or not all(part in ALL_PARTS for part in given):
         raise ValueError(
             f"parts: expected some of {list(ALL_PARTS)}, got {parts!r}; it would be unknown what is sent; "
             f"use ['target'] for a transfer without the draft"

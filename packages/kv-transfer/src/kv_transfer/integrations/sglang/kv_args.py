@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import kv_planner
 
-from kv_transfer.integrations.sglang.names import LATENTS, Name, own_names, refusal, total_layers
+from kv_transfer.integrations.sglang.names import LATENTS, Name, entry_list, own_names, refusal, total_layers
 
 if TYPE_CHECKING:
     from kv_planner import Component, DType, Part
@@ -57,12 +57,15 @@ def manifest_of(
     place = placement or kv_planner.Placement()
     last = place.pp_rank == place.pp_size - 1
     names = own_names(kv_args, mla=mla, pp_size=place.pp_size, last=last)
-    lengths = (kv_args.kv_data_lens, kv_args.kv_item_lens)
+    lengths = (entry_list(kv_args, "kv_data_lens"), entry_list(kv_args, "kv_item_lens"))
     if any(len(values) != len(names) for values in lengths):
         raise refusal(
             "kv_item_lens", [len(values) for values in lengths], len(names), "the lists are parallel to kv_data_ptrs",
             "publish a length for every buffer",
         )  # fmt: skip
+    page = kv_args.page_size
+    if not isinstance(page, int) or page < 1:
+        raise refusal("page_size", page, "1 or more", "without it no page can be found", "set the tokens of a page")
     heads, (first, stop) = _heads(kv_args, place, mla=mla)
     specs: dict[tuple[Component, Part], kv_planner.ComponentSpec] = {}
     model = layers or _layers(kv_args, names, drafts)

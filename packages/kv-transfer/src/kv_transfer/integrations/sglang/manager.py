@@ -326,8 +326,20 @@ class PlannedTransfers(Registrations, Pointers):
 
 
 def _pages(source: Any, destination: Any) -> tuple[Any, Any]:
-    """Both lists as int64; an empty one has no dtype of its own."""
-    return np.asarray(source, np.int64).reshape(-1), np.asarray(destination, np.int64).reshape(-1)
+    """Both lists as int64; an empty one has no dtype of its own.
+
+    Raises:
+        UnsupportedLayout: One is None, or holds other things than whole numbers.
+    """
+    found = []
+    for name, pages in (("prefill_kv_indices", source), ("dst_kv_indices", destination)):
+        array = np.asarray(pages).reshape(-1)
+        if array.size and array.dtype.kind not in "iu":
+            raise refusal(
+                name, str(array.dtype), "int32 or int64", "page ids are whole numbers", "pass the allocator's indices"
+            )
+        found.append(array.astype(np.int64))
+    return found[0], found[1]
 
 
 @functools.cache

@@ -8,7 +8,7 @@ a list whose statements contradict each other, or that can be read in two ways, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import kv_planner
@@ -24,6 +24,7 @@ __all__ = [
     "Name",
     "Stage",
     "compressed_names",
+    "entry_list",
     "own_names",
     "pair_entries",
     "pair_with_peer",
@@ -49,6 +50,18 @@ def refusal(field: str, local: object, remote: object, why: str, remedy: str) ->
         consequence="buffers would be paired by chance, so no address was used",
         remedy=remedy,
     )
+
+
+def entry_list(kv_args: Any, field: str) -> list[Any]:
+    """A list of `KVArgs` that has an item for every buffer.
+
+    Raises:
+        UnsupportedLayout: It is None, or no list.
+    """
+    values = getattr(kv_args, field, None)
+    if values is None or isinstance(values, str) or not isinstance(values, Iterable):
+        raise refusal(field, values, "a list", "every buffer has an item in it", "fill it before the manager is made")
+    return list(values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +212,7 @@ def own_names(kv_args: Any, *, mla: bool, pp_size: int | None, last: bool | None
     Raises:
         UnsupportedLayout: Names or ids do not cover the list, or counts do not say what is in it.
     """
-    entries = len(kv_args.kv_data_ptrs)
+    entries = len(entry_list(kv_args, "kv_data_ptrs"))
     given, ids = getattr(kv_args, "kv_entry_names", None), list(getattr(kv_args, "kv_layer_ids", None) or ())
     for field, values in (("kv_entry_names", given), ("kv_layer_ids", ids)):
         if values and len(values) != entries:

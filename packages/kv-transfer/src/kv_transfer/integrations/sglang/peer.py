@@ -14,7 +14,7 @@ import kv_planner
 import numpy as np
 
 from kv_transfer.engine import Blocks
-from kv_transfer.integrations.sglang.names import own_names, pair_with_peer, refusal
+from kv_transfer.integrations.sglang.names import entry_list, own_names, pair_with_peer, refusal
 from kv_transfer.integrations.sglang.pages import Buffers, PagePlan, Ranks
 from kv_transfer.integrations.sglang.published import Published
 from kv_transfer.integrations.sglang.rows import StateShape, aux_rows, pair_aux, state_rows
@@ -75,7 +75,8 @@ class Local:
     def buffers(self) -> Buffers:
         """The KV buffers."""
         args = self.kv_args
-        return Buffers(tuple(args.kv_data_ptrs), tuple(args.kv_item_lens), tuple(args.kv_data_lens))
+        lists = (tuple(entry_list(args, field)) for field in ("kv_data_ptrs", "kv_item_lens", "kv_data_lens"))
+        return Buffers(*lists)
 
     def plan(
         self,
