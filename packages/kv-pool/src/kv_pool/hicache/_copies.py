@@ -40,11 +40,10 @@ class Copies:
         streams: Streams,
         *,
         failed: Callable[[Load], object],
-        limits: CopyLimits | None = None,
+        limits: CopyLimits,
         backed_up: Callable[[IntArray], None] | None = None,
         canary: Canary | None = None,
     ) -> None:
-        limits = limits or CopyLimits()
         layers = sorted({layer for mirror in host.mirrors for layer in mirror.layer_ids})
         self._canary = canary
         self._backups = Backups(host, index, mover, streams, limits, backed_up=backed_up, canary=canary)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kv_planner import PrefixIndex
 
     from kv_pool.allocator import PageAllocator
+    from kv_pool.hicache._inflight import CopyLimits
     from kv_pool.hicache.companion import Companion
     from kv_pool.hicache.host_pool import HostPool
     from kv_pool.hicache.movers import MoverName
@@ -44,6 +45,7 @@ class Group:
         poison: Whether freed device pages are overwritten.
         storage: Where companions' pages go when their host copies are complete; `None` for two levels.
         canary: Whether checksums are taken after backup and asked at load.
+        limits: How much of each is copied to the host at a time.
 
     Raises:
         HostPoolError: A companion is of another cache, or two have one name.
@@ -62,6 +64,7 @@ class Group:
         poison: bool,
         storage: CompanionStorage | None,
         canary: bool,
+        limits: CopyLimits,
     ) -> None:
         names = [companion.name for companion in companions]
         rules: list[tuple[str, object, object]] = [("names of companions", len(set(names)), len(names))]
@@ -87,6 +90,7 @@ class Group:
                 index,
                 poison=poison,
                 canary=canary,
+                batch_pages=limits.batch_pages,
                 backed_up=storage.back_up if storage is not None else None,
             )
             for companion in companions
@@ -254,6 +258,10 @@ class Group:
         if self._members and nodes.size:
             host = self._index.residency(nodes)[1]
             self.back_up(nodes[host > 0], device[host > 0], host[host > 0])
+
+    def cancel_backups(self) -> int:
+        """Give up the backups that wait; returns their pages."""
+        return sum(member.cancel_backups() for member in self._members)
 
     def poll(self) -> None:
         """Acknowledge copies that have ended."""

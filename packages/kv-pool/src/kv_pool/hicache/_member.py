@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,7 +44,7 @@ class Carry:
         host_pages: Host pages. Shape: [pages].
         lock: Keeps the nodes and the leading pages.
         layers: Mark of each layer's arrival, by global layer id; of a load.
-        mark: End of the copies.
+        mark: End of the copies; of a backup that waits, of the compute that fills its pages.
         nodes: Nodes of a backup, parents first.
         lead_host: Leading host pages of a backup.
         failure: What the device has said later; its bytes did not come.
@@ -70,6 +71,7 @@ class Member:
         index: The index of the cache.
         poison: Whether freed device pages are overwritten.
         canary: Whether checksums are taken after backup and asked at load.
+        batch_pages: Pages of one submission to the host; one is under way at a time, the rest waits and is merged.
         backed_up: Called with nodes and own host pages when host copies are complete.
     """
 
@@ -83,6 +85,7 @@ class Member:
         *,
         poison: bool,
         canary: bool,
+        batch_pages: int,
         backed_up: Callable[[Member, IntArray, IntArray], None] | None,
     ) -> None:
         self.companion = companion
@@ -101,6 +104,8 @@ class Member:
         self._storages = [
             storage for host in companion.hosts for mirror in host.mirrors for storage in pages_second(mirror)
         ]
+        self._batch_pages = batch_pages
+        self._queue: deque[Carry] = deque()
         self._backups: deque[Carry] = deque()
         self._loads: deque[Carry] = deque()
         if poison:
@@ -109,7 +114,15 @@ class Member:
     @property
     def pending(self) -> bool:
         """Whether anything is under way."""
-        return bool(self._backups or self._loads)
+        return bool(self._queue or self._backups or self._loads)
+
+    @property
+    def pages(self) -> tuple[int, int, int]:
+        """Own pages whose backup waits, whose backup is under way, and whose load is."""
+        queued, backups, loads = (
+            sum(carry.pages.size for carry in kind) for kind in (self._queue, self._backups, self._loads)
+        )
+        return queued, backups, loads
 
     @property
     def loads(self) -> Iterable[Carry]:
@@ -141,7 +154,7 @@ class Member:
     def on_host(self, lead_host: IntArray) -> IntArray:
         """Own host pages whose bytes are there, 0 for others. Shape: that of `lead_host`."""
         found = self.host.find(lead_host)
-        arriving = [carry.host_pages for carry in self._backups]
+        arriving = [carry.host_pages for carry in (*self._backups, *self._queue)]
         return np.where(np.isin(found, np.concatenate(arriving)), 0, found) if arriving else found
 
     def back_up(self, nodes: IntArray, lead: IntArray, lead_host: IntArray) -> None:
@@ -163,20 +176,29 @@ class Member:
         pages, homes = self.device.find(lead[chosen]), lead_host[chosen]
         self.host.give(homes, taken)
         self.host.touch(homes[::-1] if self.companion.trailing is None else homes)
-        lock = self._index.lock(nodes[chosen])
-
-        def move() -> None:
-            for mover in self._movers:
-                mover.backup(pages, taken)
-
+        asked: list[Carry] = []
         try:
-            mark = issue(self._streams, "backup", [self._streams.mark("compute")], move)
+            after = self._streams.mark("compute")
+            for start in range(0, chosen.size, self._batch_pages):
+                part = slice(start, start + self._batch_pages)
+                lock = self._index.lock(nodes[chosen[part]])
+                self._hold(pages[part], taken[part])
+                asked.append(Carry(pages[part], taken[part], lock, {}, after, nodes[chosen[part]], homes[part]))
+                self._queue.append(asked[-1])
+            self._submit()
         except BaseException:
-            self.host.leave(homes)
-            self._index.unlock(lock)
+            for carry in [carry for carry in self._queue if carry in asked]:
+                self._queue.remove(carry)
+                self._drop(carry)
+            self.host.leave(homes[self.host.find(homes) == taken])
             raise
-        self._hold(pages, taken)
-        self._backups.append(Carry(pages, taken, lock, {}, mark, nodes[chosen], homes))
+
+    def cancel_backups(self) -> int:
+        """Give up the backups that wait; returns the number of pages. They may be asked for again."""
+        count = self.pages[0]
+        while self._queue:
+            self._drop(self._queue.popleft())
+        return count
 
     def load(self, pages: IntArray, host_pages: IntArray, nodes: IntArray) -> None:
         """Start to copy own host pages to own device pages, layer by layer where the movers can.
@@ -218,12 +240,16 @@ class Member:
             storage[:, row].zero_()
 
     def poll(self) -> None:
-        """Acknowledge copies that have ended."""
+        """Acknowledge copies that have ended, and submit what waits for that."""
         self._end(lambda mark: mark.reached())
+        self._submit()
 
     def drain(self) -> None:
         """Wait for all copies, and acknowledge them."""
         self._end(lambda mark: True)
+        while self._queue:
+            self._submit()
+            self._end(lambda mark: True)
 
     def accounting(self, of_index: IntArray, private: Sequence[IntArray]) -> Accounting:
         """Count who holds the own device pages.
@@ -236,7 +262,9 @@ class Member:
         own = self.device.find(named)
         idle = self.device.own.holders(own) == 1
         protected = own[~idle & np.isin(named, of_index)]
-        outside = np.concatenate([own[~idle], *private, *(carry.pages for carry in (*self._backups, *self._loads))])
+        outside = np.concatenate(
+            [own[~idle], *private, *(carry.pages for carry in (*self._queue, *self._backups, *self._loads))]
+        )
         return Accounting(
             available=self.device.own.available,
             evictable=int(idle.sum()),
@@ -253,6 +281,36 @@ class Member:
             self._index.unlock(carry.lock)
             self.device.own.release(carry.pages)
             self.host.own.release(carry.host_pages)
+
+    def _submit(self) -> None:
+        """Submit what waits for the host, as many together as the limit allows, as long as nothing is under way."""
+        while self._queue and not (self._backups and not self._backups[-1].mark.reached()):
+            parts = [self._queue.popleft()]
+            while self._queue and sum(part.pages.size for part in (*parts, self._queue[0])) <= self._batch_pages:
+                parts.append(self._queue.popleft())
+            pages, homes = (np.concatenate([getattr(part, name) for part in parts]) for name in ("pages", "host_pages"))
+            try:
+                mark = issue(self._streams, "backup", [part.mark for part in parts], partial(self._move, pages, homes))
+            except BaseException:
+                for part in parts:
+                    self._drop(part)
+                raise
+            for part in parts:
+                part.mark = mark
+            self._backups.extend(parts)
+
+    def _move(self, pages: IntArray, host_pages: IntArray) -> None:
+        for mover in self._movers:
+            mover.backup(pages, host_pages)
+
+    def _drop(self, carry: Carry) -> None:
+        """End a backup without a host copy."""
+        with self._letting_go(carry):
+            self._leave_host(carry)
+
+    def _leave_host(self, carry: Carry) -> None:
+        here = self.host.find(carry.lead_host) == carry.host_pages
+        self.host.leave(carry.lead_host[here])
 
     def _hold(self, pages: IntArray, host_pages: IntArray) -> None:
         self.device.own.retain(pages)
@@ -278,8 +336,7 @@ class Member:
                     for canary in self.canaries:
                         canary.record(carry.host_pages)
                 except BaseException:
-                    here = self.host.find(carry.lead_host) == carry.host_pages
-                    self.host.leave(carry.lead_host[here])
+                    self._leave_host(carry)
                     raise
                 self.backed_up += carry.pages.size
                 if self._on_backed_up is not None:

@@ -83,8 +83,15 @@ class CacheReports:
 
     @property
     def under_way(self) -> UnderWay:
-        """Pages of the cache's own pool that wait or travel between the levels at this moment."""
+        """Pages that wait or travel between the levels at this moment; companions' between device and host too."""
         between = self._copies.under_way
+        for queued, backups, loads in (member.pages for member in self._group):
+            between = replace(
+                between,
+                queued_backups=between.queued_backups + queued,
+                backups=between.backups + backups,
+                loads=between.loads + loads,
+            )
         return between if self._storage is None else replace(between, **self._storage.under_way)
 
     @property

@@ -17,6 +17,7 @@ from kv_pool.errors import CacheError, CanaryMismatch
 from kv_pool.hicache._copies import Copies
 from kv_pool.hicache._device import DevicePages
 from kv_pool.hicache._group import Group
+from kv_pool.hicache._inflight import CopyLimits
 from kv_pool.hicache._levels import Levels
 from kv_pool.hicache._parts import WritePolicy, check_parts, check_text, empty_prompt, no_storage
 from kv_pool.hicache._reports import CacheReports
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from kv_planner import PrefixIndex
 
     from kv_pool.allocator import PageAllocator
-    from kv_pool.hicache._inflight import CopyLimits, Load
+    from kv_pool.hicache._inflight import Load
     from kv_pool.hicache._share import Share
     from kv_pool.hicache.canary import Canary
     from kv_pool.hicache.companion import Companion
@@ -66,7 +67,7 @@ class HiCacheController(CacheReports):
         poison: Whether freed device pages are overwritten, so that a stale read shows.
         storage: The third level, over the same host pool and index; `None` for two levels.
         canary: Checksums of every backed-up token, asked at every load; `None` for none. Companions get their own then.
-        limits: How much is copied at a time; `None` for the defaults of `CopyLimits`.
+        limits: How much of a pool is copied at a time; `None` for the defaults of `CopyLimits`.
         companions: Further pools of the model: see `Companion`.
 
     Raises:
@@ -101,12 +102,12 @@ class HiCacheController(CacheReports):
         stored = CompanionStorage(storage, companions) if storage is not None and companions else None
         self._group = Group(
             companions, allocator, host, index, lanes,
-            mover=name, poison=poison, storage=stored, canary=canary is not None,
+            mover=name, poison=poison, storage=stored, canary=canary is not None, limits=limits or CopyLimits(),
         )  # fmt: skip
         self._companion_storage = stored
         self._copies = Copies(
             self._device, host, index, self._mover, lanes,
-            failed=self._unload, limits=limits, canary=canary,
+            failed=self._unload, limits=limits or CopyLimits(), canary=canary,
             backed_up=storage.back_up if storage is not None else None,
         )  # fmt: skip
         self._levels = Levels(index, self._device, host, self._copies, self._group, policy, storage, stored)
@@ -340,7 +341,7 @@ class HiCacheController(CacheReports):
 
     def cancel_backups(self) -> int:
         """Give up the backups that wait for others to end; returns their pages, which may be backed up later."""
-        return self._copies.cancel_backups()
+        return self._copies.cancel_backups() + self._group.cancel_backups()
 
     def prefetch(self, tokens: IndexLike, namespace: Namespace = None) -> Prefetch | CompanionPrefetch:
         """Start to bring what the third level has of a prompt to the host; see `StorageTier.prefetch`.
