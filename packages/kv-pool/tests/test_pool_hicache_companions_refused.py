@@ -162,7 +162,7 @@ def test_calls_out_of_order_are_refused(text: Text) -> None:
         with pytest.raises(CacheError, match="loaded"):
             call()
     cache.load(acquired)
-    for place in (0, 6, 20, -4):
+    for place in (0, 6, 20):
         with pytest.raises(CacheError, match="multiple of 4"):
             cache.snapshot(acquired, place)
     unknown: list[Callable[[], object]] = [

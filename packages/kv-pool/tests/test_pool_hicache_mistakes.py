@@ -1,14 +1,25 @@
-"""Owns the proof that calls out of order, refusals in the middle and late failures of a device lose nothing."""
+"""Owns the proof that odd values, calls out of order, refusals midway and late failures of a device lose nothing."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from kv_pool import CacheError, OutOfPages, UnknownLayer
-from kv_pool.hicache import ImmediateStreams, Lane, Mark
+from kv_pool import (
+    CacheError,
+    ForeignPage,
+    HostPoolError,
+    KvPoolError,
+    OutOfPages,
+    PageAllocator,
+    PageMap,
+    UnknownLayer,
+)
+from kv_pool.hicache import Acquired, Companion, CopyLimits, HiCacheController, ImmediateStreams, Lane, Mark
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -160,3 +171,89 @@ def test_a_load_of_a_companion_that_fails_late_is_told_and_found_by_nobody(text:
     assert bench.serve(text(1, 26)) == (24, 0)
     bench.cache.drain()
     bench.check_books()
+
+
+def number_calls(bench: GroupBench, acquired: Acquired, value: Any) -> list[Callable[[], object]]:
+    cache = bench.cache
+    return [
+        lambda: cache.limit(acquired, value),
+        lambda: cache.extend(acquired, value),
+        lambda: cache.evict(value),
+        lambda: cache.evict(value, "window"),
+        lambda: cache.acquire([1, 2], reach=value),
+    ]
+
+
+@pytest.mark.parametrize("value", [-1, 4.0, "4", True, float("nan"), np.float64(4), [4]])
+def test_what_is_no_number_is_refused_by_name_and_changes_nothing(text: Text, value: Any) -> None:
+    bench = make(ALL)
+    bench.serve(text(1, 26))
+    acquired = bench.cache.acquire(text(1, 26))
+    loaded = bench.cache.acquire(text(1, 26))
+    bench.cache.load(loaded)
+    calls = number_calls(bench, acquired, value)
+    calls += [lambda: bench.cache.snapshot(loaded, value), lambda: bench.cache.advance(loaded, value)]
+    calls += [lambda: bench.cache.advance(loaded, 8, reach=value)]
+    before = [bench.cache.accounting(name) for name in (None, *ALL)]
+    for call in calls:
+        with pytest.raises(KvPoolError, match=r"hit_tokens|count|pages|reach|tokens|computed"):
+            call()
+    assert before == [bench.cache.accounting(name) for name in (None, *ALL)]
+    bench.cache.limit(acquired, np.int8(20))
+    bench.cache.extend(acquired, np.uint64(1))
+    for handle in (acquired, loaded):
+        bench.cache.finish(handle, bench.run(handle))
+    bench.check_books()
+
+
+@pytest.mark.parametrize("field", ["batch_pages", "layers_ahead"])
+@pytest.mark.parametrize("value", [0, 1.5, "8", True, float("nan")])
+def test_limits_are_whole_numbers(field: str, value: Any) -> None:
+    with pytest.raises(HostPoolError, match=f"limits.{field}"):
+        CopyLimits(**{field: value})
+
+
+def test_a_prompt_that_can_never_fit_empties_nothing(text: Text) -> None:
+    bench = make(ALL)
+    bench.serve(text(1, 26))
+    acquired = bench.cache.acquire(text(2, 9))
+    for call in (lambda: bench.cache.acquire(text(3, 200)), lambda: bench.cache.extend(acquired, 10**30)):
+        with pytest.raises(OutOfPages):
+            call()
+    bench.cache.abort(acquired)
+    assert bench.serve(text(1, 26)) == (24, 0)
+    assert bench.cache.evict(10**30) == 6
+
+
+def test_ragged_tokens_are_refused_by_name() -> None:
+    with pytest.raises(CacheError, match=r"tokens.*1-D integer"):
+        make([]).cache.acquire([[1], [2, 3]])  # type: ignore[list-item]
+
+
+def test_a_map_names_no_page_twice() -> None:
+    lead, own = PageAllocator(8, 4), PageAllocator(8, 4)
+    pages = PageMap(lead, own)
+    first, second = lead.alloc(3), own.alloc(3)
+    for given, mine in ((first, second[:1]), (first[:1], second), (first[[0, 0]], second[:2])):
+        with pytest.raises(ForeignPage, match="pages, own_pages"):
+            pages.give(given, mine)
+    pages.give(first[:2], second[:2])
+    for source, target in ((first[:2], first[[2, 2]]), (first[:2], first[2:]), ([-1], first[2:])):
+        with pytest.raises(ForeignPage):
+            pages.pass_on(source, target)  # type: ignore[arg-type]
+    assert pages.find(first).tolist() == [*second[:2].tolist(), 0]
+    pages.verify()
+
+
+def test_companions_share_neither_pages_nor_host_memory() -> None:
+    bench = GroupBench(["draft"])
+    [draft] = bench.cache.companions
+    other = Companion.every_page("other", draft.pages, draft.host)
+    parts = (bench.pool, bench.allocator, bench.host, bench.index)
+    with pytest.raises(HostPoolError, match="allocators of cache and companions"):
+        HiCacheController(*parts, companions=[draft, other])
+    wrong: list[tuple[Any, Any, Any]] = [("x", "every", None), ("x", "every_page", 1), ("x", "snapshots", None)]
+    wrong += [("x", "last_pages", 0), (5, "every_page", None)]
+    for name, coverage, trailing in wrong:
+        with pytest.raises(HostPoolError):
+            Companion(name, coverage, trailing, draft.pages, [draft.host])

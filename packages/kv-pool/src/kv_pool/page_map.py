@@ -66,8 +66,9 @@ class PageMap:
 
         Raises:
             ForeignPage: A leading page that nobody holds or that has an own page, or an own page that nobody holds or
-                that is named.
+                that is named; or lists of unequal lengths.
         """
+        pages, own_pages = _pairs(pages=pages, own_pages=own_pages)
         free = self._lead.holders(pages) == 0
         foreign = (self._own.holders(own_pages) == 0) | np.isin(own_pages, self._map[self._map > 0])
         wrong = free | (self._map[pages] > 0) | foreign
@@ -86,8 +87,13 @@ class PageMap:
 
         Args:
             source: Held leading pages. Shape: [pages].
-            target: One each; those that have an own page already keep it.
+            target: One each, each once; those that have an own page already keep it.
+
+        Raises:
+            ForeignPage: A page outside the leading group, one that is named twice, or lists of unequal lengths.
         """
+        source, target = _pairs(source=source, target=target)
+        self._lead.holders(source)
         moved = (self._map[source] > 0) & (self._map[target] == 0) & (self._lead.holders(target) > 0)
         self._map[target[moved]] = self._map[source[moved]]
         self._used[target[moved]] = self._used[source[moved]]
@@ -157,3 +163,17 @@ class PageMap:
         own = self._map[inside]
         self._map[inside] = 0
         self._own.release(own)
+
+
+def _pairs(**lists: IndexLike) -> list[IntArray]:
+    """Return lists of which each names a page once, and all as many as the others."""
+    found = [as_index_array(name, pages, ForeignPage) for name, pages in lists.items()]
+    if any(np.unique(pages).size != found[0].size for pages in found):
+        raise ForeignPage(
+            ", ".join(lists),
+            given=[pages.tolist() for pages in found],
+            expected="pages that pair, each once",
+            consequence="two owners would write into the same page",
+            remedy="pass one page for each page",
+        )
+    return found

@@ -37,7 +37,10 @@ def as_index_array(name: str, values: IndexLike, error: type[TableError] | Any =
     Raises:
         TableError: Not one-dimensional, or not of an integer dtype (bool counts as none).
     """
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError:  # lists of unequal lengths
+        array = np.asarray(values, dtype=object)
     if array.size == 0 and array.ndim == 1 and not isinstance(values, np.ndarray):
         return np.zeros(0, dtype=np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":

@@ -48,7 +48,7 @@ class Group:
         limits: How much of each is copied to the host at a time.
 
     Raises:
-        HostPoolError: A companion is of another cache, or two have one name.
+        HostPoolError: A companion is of another cache, or two have one name, allocator or host pool.
         UnsupportedMover: See `create_mover`.
     """
 
@@ -72,6 +72,9 @@ class Group:
             at_home = companion.hosts[0].pool.device
             rules.append((f"pages.lead of {companion.name}", companion.pages.lead is allocator, True))
             rules.append((f"device of {companion.name}", at_home, host.pool.device))
+        owners = [allocator, host.allocator]
+        owners += [side for companion in companions for side in (companion.pages.own, companion.host.allocator)]
+        rules.append(("allocators of cache and companions", len(set(map(id, owners))), len(owners)))
         for argument, given, expected in rules:
             if given != expected:
                 raise HostPoolError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kv_pool.errors import HostPoolError
+from kv_pool.tables import whole_number
 
 if TYPE_CHECKING:
     from kv_planner import PrefixLock
@@ -29,7 +30,7 @@ class CopyLimits:
             can be cancelled. A mover that moves all layers at once has no such steps.
 
     Raises:
-        HostPoolError: A number below 1.
+        HostPoolError: A number below 1, or no whole one.
     """
 
     batch_pages: int = 1024
@@ -37,14 +38,8 @@ class CopyLimits:
 
     def __post_init__(self) -> None:
         for name, value in (("batch_pages", self.batch_pages), ("layers_ahead", self.layers_ahead)):
-            if value < 1:
-                raise HostPoolError(
-                    f"limits.{name}",
-                    given=value,
-                    expected="at least 1",
-                    consequence="nothing would ever be copied",
-                    remedy="give the number that the link is busy with while the next one is prepared",
-                )
+            consequence = "nothing would ever be copied"
+            whole_number(f"limits.{name}", value, least=1, error=HostPoolError, consequence=consequence)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from kv_planner import StaleNode, TierOrder
 
+from kv_pool.errors import PageError
 from kv_pool.hicache._parts import WritePolicy
 from kv_pool.hicache.storage.tier import take_host_pages
+from kv_pool.tables import whole_number
 
 if TYPE_CHECKING:
     from kv_planner import PrefixIndex
@@ -104,9 +106,12 @@ class Levels:
         """Take device pages; others leave for them.
 
         Raises:
-            OutOfPages: Not enough, even after everything unprotected has left.
+            PageError: Negative, or no whole number.
+            OutOfPages: Not enough, even after everything unprotected has left; more than there are at all, before that.
         """
-        self.make_room(count)
+        count = whole_number("count", count, error=PageError, consequence="no page was taken")
+        if count <= self._device.total:
+            self.make_room(count)
         return self._device.alloc(count)
 
     def make_room(self, count: int) -> None:
@@ -129,9 +134,14 @@ class Levels:
             self._evict(count - self._device.available)
 
     def evict(self, count: int) -> int:
-        """Evict until `count` pages are free; returns how many left."""
+        """Evict until `count` pages are free; returns how many left.
+
+        Raises:
+            PageError: Negative, or no whole number.
+        """
+        count = whole_number("pages", count, error=PageError, consequence="no page has left")
         before = self._count["evicted_device_pages"]
-        self.make_room(count)
+        self.make_room(min(count, self._device.total))
         return self._count["evicted_device_pages"] - before
 
     def record(self, nodes: IntArray, pages: IntArray) -> None:

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kv_pool.errors import PageError
 from kv_pool.hicache._device import fill_poison, pages_second
 from kv_pool.hicache.accounting import Accounting
 from kv_pool.hicache.canary import Canary
 from kv_pool.hicache.streams import issue
 from kv_pool.page_map import PageMap
+from kv_pool.tables import whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -133,8 +135,10 @@ class Member:
         """Take own device pages; the longest unused ones leave for them.
 
         Raises:
-            OutOfPages: Not enough, even when nothing is under way. None is taken.
+            OutOfPages: Not enough, even when nothing is under way. None is taken; none leaves for more than there are.
         """
+        if count > self.device.own.total:
+            return self.device.own.alloc(count)
         self.evict(count)
         if count > self.device.own.available and self.pending:
             self.drain()
@@ -142,7 +146,12 @@ class Member:
         return self.device.own.alloc(count)
 
     def evict(self, count: int) -> int:
-        """Let the longest unused pages leave the device until `count` are free; returns how many left."""
+        """Let the longest unused pages leave the device until `count` are free; returns how many left.
+
+        Raises:
+            PageError: Negative, or no whole number.
+        """
+        count = whole_number("pages", count, error=PageError, consequence="no page has left")
         return self.device.evict(count - self.device.own.available)
 
     def take_host(self, count: int) -> IntArray:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 import numpy as np
 
 from kv_pool.errors import CacheError, HostPoolError
-from kv_pool.tables import as_index_array
+from kv_pool.tables import as_index_array, whole_number
 
 if TYPE_CHECKING:
     from kv_planner import PrefixIndex
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kv_pool.hicache.storage import StorageTier
     from kv_pool.tables import IndexLike, IntArray
 
-__all__ = ["WritePolicy", "check_parts", "check_text", "empty_prompt", "no_storage"]
+__all__ = ["WritePolicy", "check_parts", "check_progress", "check_prompt", "check_text", "no_storage"]
 
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
 
@@ -76,15 +76,33 @@ def no_storage() -> CacheError:
     )
 
 
-def empty_prompt() -> CacheError:
-    """The error of a prompt without tokens."""
-    return CacheError(
-        "tokens",
-        given="none",
-        expected="at least one token",
-        consequence="there is nothing to compute",
-        remedy="do not acquire an empty prompt",
-    )
+def check_prompt(tokens: IndexLike, reach: int | None) -> IntArray:
+    """Return a prompt as int64, a copy, or refuse it.
+
+    Raises:
+        CacheError: No token, or a `reach` that is no whole number.
+    """
+    prompt: IntArray = as_index_array("tokens", tokens, CacheError).copy()
+    if not prompt.size:
+        raise CacheError(
+            "tokens",
+            given="none",
+            expected="at least one token",
+            consequence="there is nothing to compute",
+            remedy="do not acquire an empty prompt",
+        )
+    check_progress(0, reach)
+    return prompt
+
+
+def check_progress(computed: int, reach: int | None) -> None:
+    """Refuse what is no number of tokens.
+
+    Raises:
+        CacheError: Negative, or no whole number.
+    """
+    for name, tokens in (("computed", computed), ("reach", 0 if reach is None else reach)):
+        whole_number(name, tokens, error=CacheError, consequence="companions would get other pages than are computed")
 
 
 def check_text(acquired: Acquired, tokens: IndexLike, page_size: int) -> IntArray:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kv_pool.errors import CacheError, HitError
 from kv_pool.hicache._group import Group
+from kv_pool.tables import whole_number
 
 if TYPE_CHECKING:
     from kv_planner import PrefixLock
@@ -174,6 +175,7 @@ class Acquired:
     def _lower_hit(self, hit_tokens: int) -> int:
         """Check a lower hit; returns it in pages."""
         size = self._page_size
+        hit_tokens = whole_number("hit_tokens", hit_tokens, error=HitError, consequence="there is no such hit")
         if hit_tokens % size or not 0 <= hit_tokens <= self.hit_tokens or self.restorable(hit_tokens) != hit_tokens:
             raise HitError(
                 "hit_tokens",
@@ -187,6 +189,7 @@ class Acquired:
     def _own_position(self, tokens: int) -> int:
         """Check where a snapshot is to be saved; returns the page that ends there."""
         size = self._page_size
+        tokens = whole_number("tokens", tokens, error=CacheError, consequence="no page ends there")
         if tokens % size or not self.hit_tokens < tokens <= self._pages.size * size:
             raise CacheError(
                 "tokens",

@@ -15,7 +15,7 @@ It declares; `_member` keeps the pages and moves the bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from kv_pool.errors import HostPoolError
 from kv_pool.state import StatePool
@@ -50,7 +50,9 @@ class Companion:
         pools = [host.pool for host in hosts]
         rows = coverage == "snapshots"
         rules: list[tuple[str, object, object]] = [
-            ("name", bool(name), True),
+            ("name", bool(name) and type(name) is str, True),
+            ("coverage", coverage in get_args(Coverage), True),
+            ("trailing", trailing, {"every_page": None, "snapshots": 1}.get(coverage, trailing or 1)),
             ("hosts", bool(hosts), True),
             ("pages.own.num_pages", {pages.own.num_pages}, {pool.num_pages for pool in pools}),
             ("page size", {pages.own.page_size}, {1 if rows else pages.lead.page_size}),

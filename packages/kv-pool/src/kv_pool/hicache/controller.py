@@ -13,20 +13,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kv_pool.errors import CacheError, CanaryMismatch
+from kv_pool.errors import CanaryMismatch
 from kv_pool.hicache._copies import Copies
 from kv_pool.hicache._device import DevicePages
 from kv_pool.hicache._group import Group
 from kv_pool.hicache._inflight import CopyLimits
 from kv_pool.hicache._levels import Levels
-from kv_pool.hicache._parts import WritePolicy, check_parts, check_text, empty_prompt, no_storage
+from kv_pool.hicache._parts import WritePolicy, check_parts, check_progress, check_prompt, check_text, no_storage
 from kv_pool.hicache._reports import CacheReports
 from kv_pool.hicache.accounting import CacheCounters
 from kv_pool.hicache.acquired import Acquired, Namespace
 from kv_pool.hicache.movers import Mover, MoverName, create_mover
 from kv_pool.hicache.storage.companions import CompanionStorage
 from kv_pool.hicache.streams import Streams, create_streams
-from kv_pool.tables import IndexLike, as_index_array
 
 if TYPE_CHECKING:
     from kv_planner import PrefixIndex
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from kv_pool.hicache.host_pool import HostPool, MirroredPool
     from kv_pool.hicache.storage import Prefetch, StorageTier
     from kv_pool.hicache.storage.companions import CompanionPrefetch
+    from kv_pool.tables import IndexLike
 
 __all__ = ["HiCacheController", "WritePolicy"]
 
@@ -122,16 +122,13 @@ class HiCacheController(CacheReports):
         Args:
             tokens: The prompt. Shape: [tokens]; any integer dtype; at least one.
             namespace: Only what was finished under the same one is found.
-            reach: Companions get pages for the tokens below this one, the rest by `advance`; `None` for all. A prompt
-                that is longer than the pool of a window is computed in chunks.
+            reach: Companions get pages for the tokens below this one, the rest by `advance` in chunks; `None` for all.
 
         Raises:
-            CacheError: No token.
+            CacheError: No token, or a `reach` that is no whole number.
             OutOfPages: Not enough pages, even after everything unprotected was evicted. Nothing is held then.
         """
-        prompt = as_index_array("tokens", tokens, CacheError).copy()
-        if not prompt.size:
-            raise empty_prompt()
+        prompt = check_prompt(tokens, reach)
         self.poll()
         found, lock = self._index.match_locked(prompt, namespace=namespace, max_tokens=prompt.size - 1)
         nodes, on_device, on_host = found.nodes, found.device_pages, found.host_pages
@@ -207,6 +204,7 @@ class HiCacheController(CacheReports):
 
         Raises:
             CacheError: The handle has ended.
+            PageError: `count` is negative or no whole number.
             OutOfPages: Not enough pages. The handle has none of them.
         """
         acquired._expect("extend", "acquired", "loaded")
@@ -228,10 +226,11 @@ class HiCacheController(CacheReports):
             reach: As for `acquire`.
 
         Raises:
-            CacheError: The handle is not loaded.
+            CacheError: The handle is not loaded, or a number of tokens is negative or no whole one.
             OutOfPages: Not enough pages; those behind the window may leave all the same.
         """
         acquired._expect("advance", "loaded")
+        check_progress(computed, reach)
         self._group.advance(acquired._shares, acquired._pages, computed, reach)
 
     def snapshot(self, acquired: Acquired, tokens: int) -> bool:
@@ -371,6 +370,7 @@ class HiCacheController(CacheReports):
 
         Raises:
             CacheError: There is no such companion.
+            PageError: `pages` is negative or no whole number.
         """
         return self._levels.evict(pages) if companion is None else self._group.member(companion).evict(pages)
 

@@ -23,7 +23,7 @@ from kv_pool.errors import HostPoolError, StorageDamaged, StorageError
 from kv_pool.hicache.ranks import owner_rank
 from kv_pool.hicache.storage._work import StorageCounters
 from kv_pool.hicache.storage.identity import StorageIdentity, page_keys
-from kv_pool.hicache.storage.protocols import RegistersMemory
+from kv_pool.hicache.storage.protocols import RegistersMemory, leading_pages
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -218,7 +218,7 @@ class CompanionStorage:
     def _end_write(self, write: _Write) -> None:
         kept = failed = 0
         try:
-            kept = write.work.result()
+            kept = leading_pages("write", write.work.result(), write.host_pages.size)
         except StorageError:
             failed = 1
         finally:
@@ -256,7 +256,8 @@ class CompanionStorage:
                     continue
                 pages = [self._pieces(name, page) for page in taken[: len(lacking)].tolist()]
                 try:
-                    got = self._tier.store.read([keys[name][place] for place in lacking], pages)
+                    answer = self._tier.store.read([keys[name][place] for place in lacking], pages)
+                    got = leading_pages("read", answer, len(pages))
                 except StorageDamaged as error:
                     got, read.damaged = error.pages_read, read.damaged + 1
                 read.places[name] = np.array(lacking[:got], dtype=np.int64)
@@ -273,7 +274,8 @@ class CompanionStorage:
             known = depth
             for name, taken in prefetch._taken.items():
                 lacking = [place for place in self._range(name, depth) if missing[name][place]]
-                stored = self._tier.store.exists([keys[name][place] for place in lacking])
+                answer = self._tier.store.exists([keys[name][place] for place in lacking])
+                stored = leading_pages("exists", answer, len(lacking))
                 if stored < len(lacking):
                     depth = lacking[stored]
                 elif len(lacking) > taken.size:

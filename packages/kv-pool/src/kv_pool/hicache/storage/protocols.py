@@ -8,7 +8,10 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Closes", "PageStorage", "Pieces", "RegistersMemory", "Removes"]
+from kv_pool.errors import StorageError
+from kv_pool.tables import whole_number
+
+__all__ = ["Closes", "PageStorage", "Pieces", "RegistersMemory", "Removes", "leading_pages"]
 
 Pieces: TypeAlias = Sequence[npt.NDArray[np.uint8]]
 """Arrays of bytes, contiguous, in the order in which a store keeps them."""
@@ -77,3 +80,27 @@ class Removes(Protocol):
         Raises:
             StorageError: A page could not be removed.
         """
+
+
+def leading_pages(call: str, answer: object, asked: int) -> int:
+    """Return how many leading pages a store has answered for.
+
+    Args:
+        call: Which call of `PageStorage`, for the error.
+        answer: What it returned.
+        asked: Pages that it was called with.
+
+    Raises:
+        StorageError: No number of pages, or more than it was asked for: nothing of the call counts then.
+    """
+    consequence = "pages that were never filled would be served; nothing of this call counts"
+    count = whole_number(f"answer of {call}", answer, error=StorageError, consequence=consequence)
+    if count > asked:
+        raise StorageError(
+            f"answer of {call}",
+            given=count,
+            expected=f"at most the {asked} pages that it was called with",
+            consequence=consequence,
+            remedy="let the store return how many leading pages are whole",
+        )
+    return count

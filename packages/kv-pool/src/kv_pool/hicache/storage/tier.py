@@ -21,8 +21,8 @@ from kv_pool.errors import HostPoolError, StorageDamaged, StorageError
 from kv_pool.hicache.ranks import owner_rank
 from kv_pool.hicache.storage._work import Inline, Prefetch, Read, StorageCounters, Write, Writing
 from kv_pool.hicache.storage.identity import StorageIdentity, page_keys
-from kv_pool.hicache.storage.protocols import PageStorage, RegistersMemory, Removes
-from kv_pool.tables import IndexLike, IntArray, as_index_array
+from kv_pool.hicache.storage.protocols import PageStorage, RegistersMemory, Removes, leading_pages
+from kv_pool.tables import IndexLike, IntArray, as_index_array, whole_number
 
 if TYPE_CHECKING:
     from kv_planner import PrefixIndex
@@ -54,7 +54,7 @@ class StorageTier:
         canary: Checksums that travel with the pages: those of the cache, if it has any.
 
     Raises:
-        HostPoolError: Another layout of the host, or numbers below 1.
+        HostPoolError: Another layout of the host, no rank of `share`, or numbers that are too low or no whole ones.
         StorageError: The store cannot use the host's memory.
     """
 
@@ -72,11 +72,13 @@ class StorageTier:
         salt: str = "",
         canary: Canary | None = None,
     ) -> None:
+        numbers = (("threshold", threshold, 1), ("batch", batch, 1), ("write_limit", write_limit, batch))
+        for name, value, least in (*numbers, ("threads", threads, 0)):
+            consequence = "nothing would be read or written"
+            whole_number(name, value, least=least, error=HostPoolError, consequence=consequence)
         rules: list[tuple[str, object, object]] = [
             ("host.layout", host.layout, "page_first_direct"),
-            ("threshold, batch, threads", min(threshold, batch, threads + 1) >= 1, True),
-            ("write_limit", write_limit >= batch, True),
-            ("share", 0 <= share[0] < share[1], True),
+            ("share", share[0] in range(share[1]) or share, True),
         ]
         for argument, given, expected in rules:
             if given != expected:
@@ -85,7 +87,7 @@ class StorageTier:
                     given=given,
                     expected=expected,
                     consequence="pages could not be read into their place",
-                    remedy="build the host pool with page_first_direct; threshold and batch from 1, threads from 0",
+                    remedy="build the host pool with page_first_direct; share is this rank, from 0, of so many ranks",
                 )
         self._host = host
         self._index = index
@@ -318,7 +320,7 @@ class StorageTier:
             batch = slice(done, done + self._batch)
             pages = [self._pieces(page) for page in host_pages[batch].tolist()]
             try:
-                got = self._storage.read(keys[batch], pages)
+                got = leading_pages("read", self._storage.read(keys[batch], pages), len(pages))
             except StorageDamaged as error:
                 return Read(done + error.pages_read, damaged=keys[done + error.pages_read])
             except StorageError:
@@ -330,7 +332,7 @@ class StorageTier:
 
     def _count_write(self, write: Writing) -> None:
         try:
-            kept = write.work.result()
+            kept = leading_pages("write", write.work.result(), write.pages)
             failed = 0
         except StorageError:
             kept, failed = 0, 1

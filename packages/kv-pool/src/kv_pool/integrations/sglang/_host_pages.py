@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from kv_pool.errors import StorageDamaged, StorageError
+from kv_pool.hicache.storage.protocols import leading_pages
 from kv_pool.integrations._engine import bytes_at, stored_key
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class PoolPages:
 def read_leading(storage: PageStorage, keys: Sequence[str], pages: Sequence[Pieces]) -> int:
     """How many leading pages a store filled whole; a damaged page ends as a missing one does."""
     try:
-        return storage.read(keys, pages)
+        return leading_pages("read", storage.read(keys, pages), len(pages))
     except StorageDamaged as error:
         return error.pages_read
 

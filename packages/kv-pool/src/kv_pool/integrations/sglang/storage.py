@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kv_pool.hicache.storage import Closes, RegistersMemory, create_storage
+from kv_pool.hicache.storage.protocols import leading_pages
 from kv_pool.integrations._engine import engine_module
 from kv_pool.integrations.sglang._host_pages import PoolPages, flat, read_leading, refused
 
@@ -86,7 +87,8 @@ class HostPages:
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many leading keys are there."""
-        return self._storage.exists(self._pool(_KV).keys(keys, flat=self._flat))
+        names = self._pool(_KV).keys(keys, flat=self._flat)
+        return leading_pages("exists", self._storage.exists(names), len(names))
 
     def exists(self, key: str) -> bool:
         """Whether one key is there."""
