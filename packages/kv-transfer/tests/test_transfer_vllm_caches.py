@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import kv_planner as kp
@@ -163,3 +164,24 @@ def test_groups_and_compression_are_refused() -> None:
         with pytest.raises(kt.UnsupportedLayout, match=words):
             read_caches(config, wrong, first_axis(0, 1), Settings.of(config))
     assert layer_of("model.layers.61.mtp_block.self_attn.attn") == 61
+
+
+@pytest.mark.parametrize(
+    "value", [None, "x", (None, None), [1, 2], torch.zeros(2, 5, 0, 2, 3), torch.zeros(2, 0, 4, 2, 3)]
+)
+def test_what_holds_no_cache_is_named(value: Any) -> None:
+    with pytest.raises(kt.UnsupportedLayout, match=r"model\.layers\.0\."):
+        read_caches(configuration(), groups(), {names(0)[0]: value}, Settings(directory="tcp://127.0.0.1:7701"))
+
+
+@pytest.mark.parametrize("size", [0, -4, None, "4"])
+def test_a_block_holds_tokens(size: Any) -> None:
+    with pytest.raises(kt.UnsupportedLayout, match="block_size: expected tokens, 1 or more"):
+        read_caches(configuration(), groups(size), first_axis(0, 1), Settings(directory="tcp://127.0.0.1:7701"))
+
+
+def test_a_secret_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    for name in ("absent", "bytes", "."):
+        with pytest.raises(kt.ArgumentError, match="secret_file: "):
+            Settings(directory="tcp://127.0.0.1:7701", secret_file=tmp_path / name).secret()

@@ -85,6 +85,8 @@ def read_caches(vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, 
     seen: set[tuple[int, ...]] = set()
     for name, tensors in kv_caches.items():
         own = tuple(tensors) if isinstance(tensors, list | tuple) else (tensors,)
+        if not all(hasattr(tensor, "data_ptr") for tensor in own):
+            raise _refuse(name, "expected tensors", ", ".join(type(tensor).__name__ for tensor in own))
         addresses = tuple(tensor.data_ptr() for tensor in own)
         if addresses in seen:
             continue  # a layer that shares another one's cache: its bytes go with that one
@@ -129,7 +131,10 @@ def _block_size(kv_cache_config: Any) -> int:
     spec = groups[0].kv_cache_spec
     if getattr(spec, "compress_ratio", 1) != 1:
         raise _refuse("kv_cache_groups", "compressed blocks are not moved", f"ratio {spec.compress_ratio}")
-    return int(spec.block_size)
+    size = spec.block_size
+    if not isinstance(size, int) or size < 1:
+        raise _refuse("block_size", "expected tokens, 1 or more", repr(size))
+    return size
 
 
 def _buffers(name: str, tensors: Sequence[Any], vllm_config: Any) -> Iterator[_Buffer]:
@@ -162,6 +167,8 @@ def _buffers(name: str, tensors: Sequence[Any], vllm_config: Any) -> Iterator[_B
 def _read(name: str, component: kv_planner.Component, own: Any) -> _Buffer:
     """A component from a tensor. Shape: [blocks, tokens, heads, dim], in any order of bytes that keeps blocks whole."""
     blocks, tokens, heads, dims = own.shape
+    if 0 in own.shape:
+        raise _refuse(name, f"{component}: it holds nothing", str(tuple(own.shape)))
     by_block, by_token, by_head, by_dim = own.stride()
     head_first = heads > 1 and by_head > by_token
     inner = (tokens * dims, dims) if head_first else (dims, heads * dims)  # strides of a head and of a token

@@ -82,8 +82,20 @@ class Settings(BaseModel):
         return ("target", "draft") if self.draft else ("target",)
 
     def secret(self) -> str | None:
-        """The text of the secret file."""
-        return None if self.secret_file is None else self.secret_file.read_text(encoding="utf-8").strip()
+        """The text of the secret file.
+
+        Raises:
+            ArgumentError: It cannot be read.
+        """
+        try:
+            return None if self.secret_file is None else self.secret_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ArgumentError(
+                f"kv_connector_extra_config: secret_file: {error}",
+                local=str(self.secret_file),
+                consequence="nothing was registered",
+                remedy="give a text file that this process may read",
+            ) from error
 
     def limits_in_time(self) -> Timeouts:
         """The time-outs, with defaults for those that are not given."""
