@@ -1,7 +1,7 @@
 """NPUMLATokenToKVPool against plain loops: latent, rope and index writes, ND and NZ, transfer entries, host copies.
 
-We have no pool of this kind to compare with; the meaning is the contract's: `[layers, pages, page_size, 1, width]`, and
-the tile order of NZ.
+`MlaPool` is compared with it by recorded answers (`packages/kv-pool/tests/golden`). The meaning here is the contract's:
+`[layers, pages, page_size, 1, width]`, and the tile order of NZ.
 """
 
 from __future__ import annotations

@@ -92,7 +92,8 @@ class DirectoryServer:
             self._socket.close()
             self._context.term()
             raise ValueError(
-                f"bind: {bind!r} cannot be bound: {error}; nobody could be found; use another port, or 0"
+                f"bind: {bind!r} cannot be bound: {error}; nobody could be found; "
+                "use an address of this machine, and a free port or 0"
             ) from error
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._stop = threading.Event()

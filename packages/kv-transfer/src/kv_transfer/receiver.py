@@ -122,7 +122,8 @@ class Receiver(Endpoint):
             if not isinstance(error, zmq.ZMQError):
                 raise
             raise ValueError(
-                f"bind: {bind!r} cannot be bound: {error}; no peer could connect; use another port, or 0 for a free one"
+                f"bind: {bind!r} cannot be bound: {error}; no peer could connect; "
+                "use an address of this machine, and a free port, or 0 for any"
             ) from error
 
     @property
