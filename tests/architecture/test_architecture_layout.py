@@ -70,6 +70,17 @@ def test_siblings_are_ranged(name: str) -> None:
             assert ">=" in requirement and "<" in requirement, f"{name}: {requirement}"
 
 
+@pytest.mark.parametrize("name", ["kv-pool", "kv-transfer"])
+def test_the_map_of_a_package_names_its_modules(name: str) -> None:
+    _, _, rest = (DISTRIBUTIONS[name] / "README.md").read_text().partition("## What is where\n\n")
+    head, _, *rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in rest.split("\n\n")[0].splitlines()]
+    column = head.index("module")
+    named = {module for row in rows for module in re.findall(r"`([a-z_]+)/?`", row[column])}
+    assert len(named) >= 10
+    source = DISTRIBUTIONS[name] / "src" / name.replace("-", "_")
+    assert named <= {path.stem for path in source.iterdir()}
+
+
 def test_the_readme_is_a_map() -> None:
     text = (ROOT / "README.md").read_text()
     assert text.count("\n") <= 60
