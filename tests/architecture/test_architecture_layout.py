@@ -73,7 +73,8 @@ def test_siblings_are_ranged(name: str) -> None:
 @pytest.mark.parametrize("name", ["kv-pool", "kv-transfer"])
 def test_the_map_of_a_package_names_its_modules(name: str) -> None:
     _, _, rest = (DISTRIBUTIONS[name] / "README.md").read_text().partition("## What is where\n\n")
-    head, _, *rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in rest.split("\n\n")[0].splitlines()]
+    table = rest.split("\n\n")[0].splitlines()
+    head, _, *rows = ([cell.strip() for cell in row.strip("|").split("|")] for row in table)
     column = head.index("module")
     named = {module for row in rows for module in re.findall(r"`([a-z_]+)/?`", row[column])}
     assert len(named) >= 10
