@@ -1,6 +1,8 @@
 """Owns paged K/V pools for serving: memory, pages, writers and the manifest that transfer reads.
 
-It does not own attention, transfer or graphs. Importing it imports torch and kv_planner, never torch_npu.
+The prefix cache in host memory is `kv_pool.hicache`, what engines ask is `kv_pool.integrations`; the README says which
+module has what. It does not own attention, transfer or graphs. Importing it imports torch and kv_planner, never
+torch_npu.
 """
 
 from __future__ import annotations

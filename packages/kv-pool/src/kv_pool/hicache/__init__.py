@@ -1,7 +1,7 @@
 """Owns the second level of the cache: host memory that mirrors a device pool, and what moves pages between both.
 
-A third level (`storage`) keeps pages beyond the host. It does not own the device pool. Importing it imports torch and
-kv_planner alone.
+Start at `HiCacheController`. A third level (`storage`) keeps pages beyond the host. It does not own the device
+pool. Importing it imports torch and kv_planner alone.
 """
 
 from __future__ import annotations
