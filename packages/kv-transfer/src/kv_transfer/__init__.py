@@ -1,8 +1,8 @@
 """Moves KV caches from prefill to decode.
 
 Layouts are agreed before anything is sent, sessions end once, engines can be changed. Start at `Sender` and `Receiver`;
-the README says which module has what. The names below are the public interface. They are loaded when first used, so that
-importing the package starts no thread and loads no numerical library; engines are loaded by `create_engine` alone.
+the README says which module has what. The names below are the public interface. They are loaded when first used, so
+that importing the package starts no thread and loads no numerical library; engines are loaded by `create_engine` alone.
 """
 
 from __future__ import annotations
