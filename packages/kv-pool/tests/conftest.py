@@ -212,8 +212,8 @@ class CacheBench:
         self.options: Any = {
             "policy": policy, "mover": mover, "streams": streams, "limits": limits, "poison": poison,
         }  # fmt: skip
-        self.attach(None)
         self.layers = sorted({layer for mirror in self.host.mirrors for layer in mirror.layer_ids})
+        self.attach(None)
 
     def attach(self, storage: StorageTier | None) -> None:
         """Make the cache over empty pools, with a third level or not."""

@@ -91,6 +91,22 @@ def test_a_refused_limit_keeps_no_page(text: Text) -> None:
     bench.check_books()
 
 
+def test_after_a_refused_limit_the_deeper_hit_is_still_loaded_whole(text: Text) -> None:
+    bench = make(["draft", "window"])
+    bench.serve(text(1, 26))
+    bench.cache.drain()
+    bench.cache.evict(12)
+    window = bench.cache._group.member("window").device.own
+    acquired = bench.cache.acquire(text(1, 26))
+    assert acquired.host_hit_tokens == 24
+    outside = window.alloc(window.available)
+    with pytest.raises(OutOfPages):
+        bench.cache.limit(acquired, acquired.restorable(20))
+    window.release(outside)
+    bench.cache.finish(acquired, bench.run(acquired))
+    bench.check_books()
+
+
 def test_pages_that_somebody_else_uses_are_counted_and_poisoned_when_he_ends(text: Text) -> None:
     bench = make(["draft"])
     acquired = bench.cache.acquire(text(1, 26))

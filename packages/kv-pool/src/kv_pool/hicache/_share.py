@@ -115,8 +115,9 @@ class Share:
             self.reached = reach
 
     def give_back(self, lead: IntArray) -> None:
-        """Let go of the pages that were taken for leading pages; they go with those."""
+        """Let go of the pages that were just given to leading pages, which name none then."""
         self._let_go(self.member.device.find(lead))
+        self.member.device.leave(lead)
 
     def advance(self, lead: IntArray, computed: int, reach: int) -> None:
         """Let go of what no later token reads, and take pages up to `reach`; what is computed without one gets none.
