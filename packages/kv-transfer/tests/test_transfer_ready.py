@@ -223,3 +223,13 @@ def test_a_sender_polls_only_engines_that_need_it(pairs: list[Pair], kind: dict[
     assert session.wait(5).pages == 1
     with sender.lock:
         assert sender._advance(time.monotonic()) == math.inf
+
+
+def test_marks_are_layer_ids() -> None:
+    marks = kt.LayerMarks()
+    for wrong in ("1", None, 1.5, -1, ["1"]):
+        with pytest.raises(kt.ArgumentError, match="layer_ids: expected a whole number"):
+            marks.mark(wrong)  # type: ignore[arg-type]
+    marks.mark(np.int64(3))
+    marks.mark(range(2))
+    assert [layer for layer in range(5) if marks.query("target", layer)] == [0, 1, 3]

@@ -11,6 +11,8 @@ from typing import Protocol, runtime_checkable
 
 import kv_planner
 
+from kv_transfer.arguments import check_whole
+
 __all__ = ["LayerMarks", "NotifyingReady", "Ready"]
 
 
@@ -50,8 +52,13 @@ class LayerMarks:
         self._wakes: set[Callable[[], None]] = set()
 
     def mark(self, layer_ids: int | Iterable[int], part: kv_planner.Part = "target") -> None:
-        """Says that layers are computed."""
-        ids = [layer_ids] if isinstance(layer_ids, int) else list(layer_ids)
+        """Says that layers are computed.
+
+        Raises:
+            ArgumentError: No layer ids: the layers would never leave.
+        """
+        given = layer_ids if isinstance(layer_ids, Iterable) else [layer_ids]
+        ids = [check_whole("layer_ids", layer_id, 2**31 - 1) for layer_id in given]
         with self._changed:
             self._marked.update((part, layer_id) for layer_id in ids)
             self._changed.notify_all()
