@@ -209,6 +209,24 @@ def test_engines_by_name() -> None:
         kt.create_engine("not-an-engine")
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "text"),
+    [
+        ("mooncake", {"hostnme": "h"}, "it does not take hostnme; .*choose from hostname, protocol"),
+        ("loopback", {"shared": True, "x": 2}, "it does not take x; "),
+        (
+            "memfabric",
+            {"role": "Prefill", "shared": True},
+            "it needs store_url, device_id and it does not take shared; ",
+        ),
+    ],
+)
+def test_options_that_an_engine_does_not_take_are_named(name: str, options: dict[str, object], text: str) -> None:
+    with pytest.raises(kt.ArgumentError, match=f"options of engine '{name}': {text}") as refused:
+        kt.create_engine(name, **options)
+    assert refused.value.local == sorted(options)
+
+
 @pytest.mark.parametrize("code", [-1, -3, -7, -102, -999])
 def test_every_code_has_words(code: int) -> None:
     assert f"mooncake code {code}" in describe_code(code)

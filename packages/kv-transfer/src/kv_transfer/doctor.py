@@ -10,7 +10,6 @@ import copy
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from kv_transfer.engine import TransferEngine, TransferState, wait_batch
-from kv_transfer.errors import TransferError
+from kv_transfer.errors import ArgumentError, TransferError
 from kv_transfer.machine import Finding, Setting, effective_settings, findings
 from kv_transfer.messages import PROTOCOL_VERSION
 from kv_transfer.registry import create_engine, engine_names
@@ -123,10 +122,8 @@ def _try(name: str) -> EngineReport:
     try:
         try:
             writer, reader = create_engine(name), create_engine(name)
-        except TypeError as error:
-            needed = ", ".join(re.findall(r"'(\w+)'", str(error))) or str(error)
-            problem = f"not tried: it needs options of a deployment ({needed})"
-            return EngineReport(name=name, works=False, problem=problem)
+        except ArgumentError as error:
+            return EngineReport(name=name, works=False, problem=f"not tried: in a deployment, {error.remedy}")
         try:
             source = np.random.default_rng(0).integers(0, 256, _BYTES, dtype=np.uint8)
             target = np.zeros_like(source)

@@ -6,11 +6,13 @@ Knows the names only; what an engine's options are is documented at its class.
 from __future__ import annotations
 
 import importlib
+import inspect
 import threading
+from collections.abc import Callable, Mapping
 
 from kv_transfer.engine import TransferEngine
 from kv_transfer.engine_check import require_engine
-from kv_transfer.errors import EngineError, EngineUnavailable
+from kv_transfer.errors import ArgumentError, EngineError, EngineUnavailable
 
 __all__ = ["create_engine", "engine_names", "register_engine"]
 
@@ -56,6 +58,7 @@ def create_engine(name: str, **options: object) -> TransferEngine:
         **options: Passed to the engine's class.
 
     Raises:
+        ArgumentError: An option that the engine does not take, or one that it needs and was not given.
         EngineError: No engine has this name, or the factory returned something that is no `TransferEngine` of this
             version.
         EngineUnavailable: Its factory cannot be imported, or its library cannot be loaded here.
@@ -81,4 +84,27 @@ def create_engine(name: str, **options: object) -> TransferEngine:
             consequence="no bytes can be moved with it",
             remedy="install the package that provides it, or correct the import string given to register_engine()",
         ) from error
+    _require_options(name, make, options)
     return require_engine(make(**options))
+
+
+def _require_options(name: str, make: Callable[..., object], options: Mapping[str, object]) -> None:
+    """Options may come from a file or the environment: a wrong one is named, with those that there are."""
+    try:
+        takes = inspect.signature(make).parameters
+    except (TypeError, ValueError):
+        return  # a factory that does not say what it takes
+    kinds = inspect.Parameter
+    named = {key: item for key, item in takes.items() if item.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)}
+    missing = [key for key, item in named.items() if item.default is kinds.empty and key not in options]
+    anything = any(item.kind is kinds.VAR_KEYWORD for item in takes.values())
+    unknown = [] if anything else [key for key in options if key not in named]
+    if missing or unknown:
+        says = [f"it needs {', '.join(missing)}"] if missing else []
+        says += [f"it does not take {', '.join(unknown)}"] if unknown else []
+        raise ArgumentError(
+            f"options of engine {name!r}: {' and '.join(says)}",
+            local=sorted(options),
+            consequence="no engine was made",
+            remedy=f"give {', '.join(missing)}" if missing else f"choose from {', '.join(named) or 'none'}",
+        )
