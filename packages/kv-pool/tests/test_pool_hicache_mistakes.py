@@ -107,6 +107,39 @@ def test_after_a_refused_limit_the_deeper_hit_is_still_loaded_whole(text: Text) 
     bench.check_books()
 
 
+def test_a_lower_hit_computes_into_the_pages_that_were_ready_for_the_deeper_one(text: Text) -> None:
+    bench = make(["draft"], own=5, own_host=12)
+    bench.serve(text(1, 17))
+    bench.cache.drain()
+    bench.cache.evict(12)
+    acquired = bench.cache.acquire(text(1, 17))
+    draft = bench.cache._group.member("draft").device.own
+    assert acquired.host_hit_tokens == 16 and draft.available == 0, "the request takes the whole pool of drafts"
+    bench.cache.limit(acquired, 8)
+    bench.cache.finish(acquired, bench.run(acquired))
+    bench.check_books()
+    assert bench.serve(text(1, 17)) == (16, 0)
+
+
+def test_a_refused_limit_keeps_ready_what_the_deeper_hit_fills(text: Text) -> None:
+    bench = make(["draft", "window"], own=12)
+    bench.serve(text(1, 26))
+    bench.cache.drain()
+    bench.cache.evict(12)
+    acquired = bench.cache.acquire(text(1, 26))
+    draft, window = (bench.cache._group.member(name).device.own for name in ("draft", "window"))
+    outside, free = window.alloc(window.available), draft.available
+    for _ in range(2):
+        with pytest.raises(OutOfPages):
+            bench.cache.limit(acquired, acquired.restorable(8))
+        assert draft.available == free and acquired.hit_tokens == 24
+    window.release(outside)
+    bench.cache.finish(acquired, bench.run(acquired))
+    bench.check_books()
+    bench.cache.evict(12)
+    assert (draft.available, window.available) == (12, 12)
+
+
 def test_pages_that_somebody_else_uses_are_counted_and_poisoned_when_he_ends(text: Text) -> None:
     bench = make(["draft"])
     acquired = bench.cache.acquire(text(1, 26))

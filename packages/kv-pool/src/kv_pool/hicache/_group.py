@@ -175,12 +175,13 @@ class Group:
             OutOfPages: One of them has not enough. What the others have kept ready stays with the request.
         """
         bare = [lead[share.member.device.find(lead) == 0] for share in shares]
+        ready = [dict(share.ready) for share in shares]
         try:
             for share in shares:
                 share.open(lead, hit, self._pages(reach, lead.size))
         except BaseException:
-            for share, given in zip(shares, bare, strict=True):
-                share.give_back(given)
+            for share, given, kept in zip(shares, bare, ready, strict=True):
+                share.give_back(given, kept)
             raise
 
     def extend(self, shares: Sequence[Share], lead: IntArray, before: int) -> None:

@@ -5,7 +5,9 @@ Every method is done as a whole or refused as a whole. It does not choose the hi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from kv_pool.tables import IntArray
 
 __all__ = ["Share"]
+
+
+_NOTHING: Mapping[int, int] = MappingProxyType({})
 
 
 def _none() -> IntArray:
@@ -99,9 +104,13 @@ class Share:
         fill = [position for position in wanted[self._bare(lead, wanted)].tolist() if position not in self.ready]
         own = np.arange(hit, max(reach, self.reached))
         own = own[self._bare(lead, own)]
-        taken = self._take(len(fill) + own.size, lead, hit)
+        kept = np.isin(own, list(self.ready))  # a deeper hit would have filled these; now they are computed
+        taken = self._take(len(fill) + np.count_nonzero(~kept), lead, hit)
         self.ready.update(zip(fill, taken.tolist(), strict=False))
-        self._give(lead[own], taken[len(fill) :])
+        pages = np.zeros(own.size, dtype=np.int64)
+        pages[kept] = [self.ready.pop(position) for position in own[kept].tolist()]
+        pages[~kept] = taken[len(fill) :]
+        self._give(lead[own], pages)
         self.reached = max(reach, self.reached, hit)
 
     def extend(self, lead: IntArray, reach: int) -> None:
@@ -114,8 +123,11 @@ class Share:
             self._give(lead[self.reached : reach], self.member.take(reach - self.reached))
             self.reached = reach
 
-    def give_back(self, lead: IntArray) -> None:
-        """Let go of the pages that were just given to leading pages, which name none then."""
+    def give_back(self, lead: IntArray, ready: Mapping[int, int] = _NOTHING) -> None:
+        """Let go of the pages that were just given to leading pages, which name none then; but keep those `ready`."""
+        again = {position: page for position, page in ready.items() if position not in self.ready}
+        self.member.device.own.retain(list(again.values()))
+        self.ready.update(again)
         self._let_go(self.member.device.find(lead))
         self.member.device.leave(lead)
 
