@@ -33,7 +33,7 @@ def create_session_engine(manager: Any) -> SessionEngine:
         manager: SGLang's; its address is what peers reach.
 
     Raises:
-        ArgumentError: No engine is named, or the options are no JSON object.
+        ArgumentError: No engine is named, or the options are no JSON object or not those of the engine.
         EngineError: The engine does not start.
     """
     name = engine_name()
