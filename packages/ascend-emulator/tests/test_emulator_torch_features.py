@@ -300,15 +300,16 @@ def test_torchs_profiler_sees_the_operators() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch_npu's own, of its file handling
-def test_torch_npus_profiler_writes_a_trace_of_the_host(tmp_path: Path) -> None:
+def test_torch_npus_profiler_writes_a_trace_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # torch_npu leaves a folder where it is called
     profiler = torch_npu.profiler
     with profiler.profile(
         activities=[profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.NPU],
         schedule=profiler.schedule(wait=0, warmup=1, active=1, repeat=1),
-        on_trace_ready=profiler.tensorboard_trace_handler(str(tmp_path)),
+        on_trace_ready=profiler.tensorboard_trace_handler(str(tmp_path / "traces")),
     ) as profile:
         for _ in range(3):
             torch.ones(3, device="npu").mul_(2)
             profile.step()
-    (trace,) = tmp_path.rglob("trace_view.json")
+    (trace,) = (tmp_path / "traces").rglob("trace_view.json")
     assert any("mul_" in str(event.get("name")) for event in json.loads(trace.read_text()))
