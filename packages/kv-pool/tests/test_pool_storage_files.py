@@ -355,6 +355,9 @@ def test_what_cannot_be_used_is_refused(make: Callable[..., FileStorage], tmp_pa
             make().exists([bad])
     with pytest.raises(StorageError, match="files"):
         create_storage("absent")
+    for options in ({}, {"root": tmp_path, "capacity_bytes": 1, "folder": "x"}):
+        with pytest.raises(StorageError, match=r"options.*root, capacity_bytes"):
+            create_storage("files", **options)
     store = make()
     (store.root / key(0)[:2]).write_text("in the way")
     with pytest.raises(StorageError) as caught:

@@ -7,8 +7,10 @@ It does not choose what to keep (see `tier`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import entry_points
+from inspect import signature
 from typing import Any, cast
 
 from kv_pool.errors import StorageError
@@ -47,18 +49,31 @@ def create_storage(name: str, **options: Any) -> PageStorage:
         **options: What its constructor takes.
 
     Raises:
-        StorageError: There is no such store, or what its constructor raises.
+        StorageError: There is no such store, it does not take these options, or what its constructor raises.
     """
     if name in _OURS:
         module, _, attribute = _OURS[name].partition(":")
-        return cast(PageStorage, getattr(import_module(module), attribute)(**options))
-    found = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if name not in found:
+        make: Callable[..., Any] = getattr(import_module(module), attribute)
+    else:
+        found = {entry.name: entry for entry in entry_points(group=GROUP)}
+        if name not in found:
+            raise StorageError(
+                "name",
+                given=name,
+                expected=f"one of {sorted([*_OURS, *found])}",
+                consequence="nothing would be kept beyond the host",
+                remedy=f"install the package that declares it in the group {GROUP}",
+            )
+        make = found[name].load()
+    takes = signature(make)
+    try:
+        takes.bind(**options)
+    except TypeError as error:
         raise StorageError(
-            "name",
-            given=name,
-            expected=f"one of {sorted([*_OURS, *found])}",
-            consequence="nothing would be kept beyond the host",
-            remedy=f"install the package that declares it in the group {GROUP}",
-        )
-    return cast(PageStorage, found[name].load()(**options))
+            "options",
+            given=f"{sorted(options)}: {error}",
+            expected=f"those of {name!r}: {', '.join(takes.parameters)}",
+            consequence="the store was not opened",
+            remedy="give the options that its constructor takes",
+        ) from error
+    return cast(PageStorage, make(**options))
