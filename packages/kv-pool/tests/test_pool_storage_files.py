@@ -75,6 +75,17 @@ def path_of(store: FileStorage, number: int) -> Path:
     return store.root / key(number)[:2] / key(number)
 
 
+def test_every_byte_of_a_header_counts(tmp_path: Path) -> None:
+    for number in range(HEADER_BYTES):
+        store = FileStorage(tmp_path, capacity_bytes=10**9)
+        store.write([key(0)], [page(0)])  # anew: a damaged one was removed
+        content = bytearray(path_of(store, 0).read_bytes())
+        content[number] ^= 1
+        path_of(store, 0).write_bytes(content)
+        with pytest.raises(StorageDamaged):
+            store.read([key(0)], [empty()])
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_no_damaged_file_is_served(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:

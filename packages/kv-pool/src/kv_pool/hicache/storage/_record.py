@@ -63,7 +63,8 @@ def unpack_header(header: bytes, key: str, nbytes: int) -> bytes | str:
     if len(header) != HEADER_BYTES:
         return f"a header of {len(header)} bytes"
     magic, stored, length, digest, crc = _HEADER.unpack(header)
-    if magic != _MAGIC or zlib.crc32(header[: struct.calcsize("<8s32sQ8s")]) != crc:
+    known = struct.calcsize("<8s32sQ8s")
+    if magic != _MAGIC or zlib.crc32(header[:known]) != crc or any(header[known + 4 :]):
         return "a header that is none, or is damaged"
     if stored.hex() != key:
         return f"the page of another key, {stored.hex()}"
