@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,29 @@ SCENARIOS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_the_store(scenario: str) -> None:
+Run = subprocess.CompletedProcess[str]
+
+
+def _run(scenario: str) -> Run:
     script = [sys.executable, str(HERE / "pool_mooncake_checks.py"), scenario]
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "kv_transfer.isolation", "--", *script],
         capture_output=True, text=True, timeout=110, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Run]]]:
+    """All chosen scenarios, some at a time: most of each is waiting for the library to give up."""
+    calls = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    chosen = dict.fromkeys(call["scenario"] for call in calls if call.get("scenario") in SCENARIOS)
+    with ThreadPoolExecutor(3) as pool:
+        yield {scenario: pool.submit(_run, scenario) for scenario in chosen}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_store(scenario: str, runs: dict[str, Future[Run]]) -> None:
+    done = runs[scenario].result()
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-6000:]}"
     assert "as it should be" in done.stdout
 
