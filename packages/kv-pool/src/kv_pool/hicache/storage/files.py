@@ -12,6 +12,7 @@ import os
 import stat
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["FileStorage"]
 
 _MOST_PIECES = 1000  # buffers in one call of the kernel
+_WORTH_A_THREAD = 1 << 20  # bytes of a page while which is written the next one's checksum is taken
 _KEY = frozenset("0123456789abcdef")
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # no link leads elsewhere, no pipe keeps a reader waiting
 
@@ -154,26 +156,35 @@ class FileStorage:
 
     def write(self, keys: Sequence[str], pages: Sequence[Pieces]) -> int:
         """See `PageStorage.write`; a key that is there stays as it is, and writing ends where there is no room."""
-        for number, (key, pieces) in enumerate(zip(keys, pages, strict=True)):
-            path = self._path(key)
-            if _is_page(path):
-                continue
-            size = HEADER_BYTES + sum(piece.size for piece in pieces)
-            try:
-                if not self._make_room(size):
-                    return number
-                self._write_one(path, key, pieces)
-            except OSError as error:
-                raise StorageError(str(path), given=error, **_WRITE) from error
-            with self._lock:
-                self._used += size
-                self._since_look += size
+        with ThreadPoolExecutor(1, "kv-pool-sums") as other:  # its thread starts when something is submitted
+            ahead: Future[bytes] | None = None
+            for number, (key, pieces) in enumerate(zip(keys, pages, strict=True)):
+                digest, ahead = ahead, None
+                path = self._path(key)
+                if _is_page(path):
+                    continue
+                size = HEADER_BYTES + sum(piece.size for piece in pieces)
+                try:
+                    if not self._make_room(size):
+                        return number
+                    if size > _WORTH_A_THREAD and self._is_new(keys[number + 1 : number + 2]):
+                        ahead = other.submit(checksum, pages[number + 1])
+                    self._write_one(path, key, pieces, checksum(pieces) if digest is None else digest.result())
+                except OSError as error:
+                    raise StorageError(str(path), given=error, **_WRITE) from error
+                with self._lock:
+                    self._used += size
+                    self._since_look += size
         return len(keys)
 
-    def _write_one(self, path: Path, key: str, pieces: Pieces) -> None:
+    def _is_new(self, keys: Sequence[str]) -> bool:
+        """Whether there is a next key, and no page of it."""
+        return any(_is_key(key) and not _is_page(self._path(key)) for key in keys)
+
+    def _write_one(self, path: Path, key: str, pieces: Pieces, digest: bytes) -> None:
         aside, file = self._aside()
         try:
-            header = pack_header(key, sum(piece.size for piece in pieces), checksum(pieces))
+            header = pack_header(key, sum(piece.size for piece in pieces), digest)
             _write_all(file, [memoryview(header), *(piece.data for piece in pieces)])
             if self._durable:
                 os.fsync(file)
