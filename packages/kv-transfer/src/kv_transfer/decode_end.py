@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import get_args
 
@@ -97,13 +98,22 @@ class DecodeEnd:
         place = own.groups.placement
         self._place = Place.of(place)
         self._first_port = rank_port(port, place) if port else 0
-        self._manifest, self._windows = manifest, windows
-        self._interleave, self._policy = interleave, on_failed_pages
-        self._engine = engine
         self._directory = directory
         self._host = host
-        self._parts, self._aux = own.parts, own.aux
-        self._timeouts, self._limits, self._secret = own.timeouts, own.limits, secret
+        self._timeouts = own.timeouts
+        self._make_receiver = partial(
+            Receiver,
+            manifest,
+            engine,
+            windows=windows,
+            interleave=interleave,
+            on_failed_pages=on_failed_pages,
+            parts=own.parts,
+            aux=own.aux,
+            timeouts=own.timeouts,
+            limits=own.limits,
+            secret=secret,
+        )
         self._lock = threading.Lock()
         self._sizes: _Sizes | None = None
         self._receivers: dict[int, tuple[Receiver, Registration]] = {}
@@ -211,21 +221,8 @@ class DecodeEnd:
     def _receive(self, group: int, ranks: int) -> None:
         ranks_here = self._place.group_size * self._place.dp_size
         port = self._first_port + group * ranks_here if self._first_port else 0
-        receiver = Receiver(
-            self._manifest,
-            self._engine,
-            bind=f"tcp://{self._host}:{port}",
-            prefill_ranks=ranks,
-            prefill_dp_rank=group,
-            windows=self._windows,
-            interleave=self._interleave,
-            on_failed_pages=self._policy,
-            parts=self._parts,
-            aux=self._aux,
-            timeouts=self._timeouts,
-            limits=self._limits,
-            secret=self._secret,
-        )
+        bind = f"tcp://{self._host}:{port}"
+        receiver = self._make_receiver(bind=bind, prefill_ranks=ranks, prefill_dp_rank=group)
         try:
             member = Member(side="decode", place=self._place, endpoint=receiver.endpoint, serves=group)
             registration = Registration(self._directory, member, every=self._every)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 
 import kv_planner
@@ -101,12 +102,20 @@ class PrefillEnd:
     ) -> None:
         """Registers; senders come as decode ranks are found."""
         self._every = check_period("every", every)
-        self._manifest, self._windows = manifest, windows
-        self._engine = engine
         self._directory = directory
         own = EndArguments.of(manifest, engine, windows, parts, aux, timeouts, limits, secret)
-        self._parts, self._aux = own.parts, own.aux
-        self._timeouts, self._limits, self._secret = own.timeouts, own.limits, secret
+        self._timeouts = own.timeouts
+        self._make_sender = partial(
+            Sender,
+            manifest,
+            engine,
+            windows=windows,
+            parts=own.parts,
+            aux=own.aux,
+            timeouts=own.timeouts,
+            limits=own.limits,
+            secret=secret,
+        )
         place = Place.of(own.groups.placement)
         self._dp_rank = place.dp_rank
         self._links: dict[Rank, _Link] = {}
@@ -236,26 +245,13 @@ class PrefillEnd:
         problem: Exception | None = None
         for member in new:
             try:
-                sender = self._make_sender(member.endpoint)
+                sender = self._make_sender(endpoint=member.endpoint)
             except Exception as error:  # whatever an engine makes of the memory
                 problem = error
                 continue
             with self._lock:
                 self._links[member.place.rank] = _Link(member, sender, self._every)
         return problem
-
-    def _make_sender(self, endpoint: str) -> Sender:
-        return Sender(
-            self._manifest,
-            self._engine,
-            endpoint=endpoint,
-            windows=self._windows,
-            parts=self._parts,
-            aux=self._aux,
-            timeouts=self._timeouts,
-            limits=self._limits,
-            secret=self._secret,
-        )
 
 
 def _close(links: Sequence[_Link]) -> None:
