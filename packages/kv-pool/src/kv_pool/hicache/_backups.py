@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from kv_planner import TierConflict, TierOrder
 
-from kv_pool.hicache._inflight import Backup, BackupBatch, SharedLock
+from kv_pool.hicache._inflight import Backup, BackupBatch, SharedLock, take_together
 from kv_pool.hicache.streams import issue
 
 if TYPE_CHECKING:
@@ -127,16 +127,9 @@ class Backups:
 
     def _next(self) -> list[Backup]:
         """The parts of the next submission: as many as fit, the first one cut where it is too large by itself."""
-        room = self._limit
-        parts: list[Backup] = []
-        while self._queue and (self._queue[0].nodes.size <= room or not parts):
-            part = self._queue.popleft()
-            if part.nodes.size > room:
-                part, rest = part.cut(room)
-                self._queue.appendleft(rest)
-            parts.append(part)
-            room -= part.nodes.size
-        return parts
+        if self._queue[0].nodes.size > self._limit:
+            self._queue.extendleft(reversed(self._queue.popleft().cut(self._limit)))
+        return take_together(self._queue, self._limit, lambda part: part.nodes.size)
 
     def _end(self, batch: BackupBatch) -> None:
         arrived = False

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kv_pool.errors import HostPoolError
 from kv_pool.tables import whole_number
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     from kv_pool.hicache.streams import Mark
     from kv_pool.tables import IntArray
 
-__all__ = ["Backup", "BackupBatch", "CopyLimits", "Load", "LoadBatch", "SharedLock", "UnderWay"]
+__all__ = ["Backup", "BackupBatch", "CopyLimits", "Load", "LoadBatch", "SharedLock", "UnderWay", "take_together"]
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
@@ -159,3 +162,13 @@ class LoadBatch:
     mark: Mark
     layers: dict[int, Mark] = field(default_factory=dict)
     failure: BaseException | None = None
+
+
+def take_together(queue: deque[Part], most: int, size: Callable[[Part], int]) -> list[Part]:
+    """Take what goes into one submission: the first of a queue, and what follows while all have at most `most` pages."""
+    parts = [queue.popleft()]
+    room = most - size(parts[0])
+    while queue and size(queue[0]) <= room:
+        parts.append(queue.popleft())
+        room -= size(parts[-1])
+    return parts

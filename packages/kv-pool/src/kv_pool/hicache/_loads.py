@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kv_pool.hicache._inflight import Load, LoadBatch
+from kv_pool.hicache._inflight import Load, LoadBatch, take_together
 from kv_pool.hicache.streams import issue
 
 if TYPE_CHECKING:
@@ -166,11 +166,7 @@ class Loads:
 
     def _submit(self, new: Load | None = None) -> None:
         """Submit the first layers of what waits, as many loads together as the limit allows, and one at least."""
-        parts, room = [self._queue.popleft()], self._limits.batch_pages
-        room -= parts[0].device_pages.size
-        while self._queue and self._queue[0].device_pages.size <= room:
-            parts.append(self._queue.popleft())
-            room -= parts[-1].device_pages.size
+        parts = take_together(self._queue, self._limits.batch_pages, lambda load: load.device_pages.size)
         whole = self._mover.capabilities.granularity == "page"
         batch = LoadBatch(parts, deque([None] if whole else self._layers), parts[-1].after)
         for part in parts:

@@ -17,6 +17,7 @@ import numpy as np
 
 from kv_pool.errors import PageError
 from kv_pool.hicache._device import fill_poison, pages_second
+from kv_pool.hicache._inflight import take_together
 from kv_pool.hicache.accounting import Accounting
 from kv_pool.hicache.canary import Canary
 from kv_pool.hicache.streams import issue
@@ -294,9 +295,7 @@ class Member:
     def _submit(self) -> None:
         """Submit what waits for the host, as many together as the limit allows, as long as nothing is under way."""
         while self._queue and not (self._backups and not self._backups[-1].mark.reached()):
-            parts = [self._queue.popleft()]
-            while self._queue and sum(part.pages.size for part in (*parts, self._queue[0])) <= self._batch_pages:
-                parts.append(self._queue.popleft())
+            parts = take_together(self._queue, self._batch_pages, lambda part: part.pages.size)
             pages, homes = (np.concatenate([getattr(part, name) for part in parts]) for name in ("pages", "host_pages"))
             try:
                 mark = issue(self._streams, "backup", [part.mark for part in parts], partial(self._move, pages, homes))
