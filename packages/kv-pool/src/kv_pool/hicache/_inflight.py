@@ -165,7 +165,7 @@ class LoadBatch:
 
 
 def take_together(queue: deque[Part], most: int, size: Callable[[Part], int]) -> list[Part]:
-    """Take what goes into one submission: the first of a queue, and what follows while all have at most `most` pages."""
+    """Take what goes into one submission: the first of a queue, and what follows while all have at most `most`."""
     parts = [queue.popleft()]
     room = most - size(parts[0])
     while queue and size(queue[0]) <= room:
