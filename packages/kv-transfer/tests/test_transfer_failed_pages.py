@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
@@ -150,7 +151,8 @@ def test_by_default_the_room_ends_and_all_its_pages_are_named(make: Make) -> Non
     sides = make("fail")
     sides.engines[0].fails = {1}
     session = sides.receiver.open(0, [4, 7, 2])
-    sides.send([1, 2, 3])
+    with contextlib.suppress(kt.TransferFailed):  # the room may have ended before its last chunk is handed over
+        sides.send([1, 2, 3])
     with pytest.raises(kt.TransferAborted, match="the wire is cut by the test"):
         session.wait(5)
     assert session.failed_pages == {"main": (4, 7, 2)}
