@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -69,19 +70,21 @@ def test_nothing_travels_in_the_clear(memory: RankMemory) -> None:
         relay = socket.create_server(("127.0.0.1", 0))
 
         def carry(source: socket.socket, target: socket.socket) -> None:
-            while data := source.recv(65536):
-                seen.append(data)
-                target.sendall(data)
-            target.close()
+            """Until either side has gone; one that closes with bytes unread is seen as a reset."""
+            with contextlib.suppress(ConnectionError):
+                while data := source.recv(65536):
+                    seen.append(data)
+                    target.sendall(data)
+            with contextlib.suppress(OSError):
+                target.shutdown(socket.SHUT_RDWR)
 
         def serve() -> None:
             near, _ = relay.accept()
-            far = socket.create_connection((host, int(port)))
-            back = threading.Thread(target=carry, args=(far, near), daemon=True)
-            back.start()
-            carry(near, far)
-            back.join(5)
-            near.close()
+            with near, socket.create_connection((host, int(port))) as far:
+                back = threading.Thread(target=carry, args=(far, near), daemon=True)
+                back.start()
+                carry(near, far)
+                back.join(5)
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
@@ -92,6 +95,7 @@ def test_nothing_travels_in_the_clear(memory: RankMemory) -> None:
             receiver.wait_ready()
         thread.join(5)
         relay.close()
+    assert not thread.is_alive()
     everything = b"".join(seen)
     assert len(everything) > 500
     fingerprint = memory.manifest.layout.fingerprint.encode()
