@@ -57,15 +57,19 @@ def main() -> int:
     parser.add_argument("names", nargs="*", default=NAMES, metavar="name", help=f"any of {', '.join(NAMES)}; all")
     parser.add_argument("--check", action="store_true", help="compare with the files instead of writing them")
     chosen = parser.parse_args()
+    if unknown := [name for name in chosen.names if name not in NAMES]:
+        parser.error(f"no golden files are named {', '.join(unknown)}; there are {', '.join(NAMES)}")
     sys.path.append(str(ROOT / "tests/engines"))
     absent = importlib.import_module("engines_absent")
     absent.install({"sgl_kernel", "torch_npu"})
     changed = []
     for name in chosen.names:
         text, path = dump(record(name)), place(name)
-        if chosen.check and path.read_text(encoding="utf-8") != text:
-            changed.append(name)
-        elif not chosen.check:
+        if chosen.check:
+            same = path.read_text(encoding="utf-8") == text
+            changed += [] if same else [name]
+            print(f"{path.relative_to(ROOT)}: {'as recorded' if same else 'differs'}")
+        else:
             path.parent.mkdir(exist_ok=True)
             path.write_text(text, encoding="utf-8")
             print(f"{path.relative_to(ROOT)}: {len(text)} bytes")
