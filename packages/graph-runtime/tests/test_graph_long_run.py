@@ -24,8 +24,8 @@ def _grown(step: Callable[[int], None]) -> tuple[int, int]:
         for index in range(REPLAYS):
             step(index)
         gc.collect()
-        seen.append((len(gc.get_objects()), threading.active_count()))
-    return seen[1][0] - seen[0][0], seen[1][1] - seen[0][1]
+        seen.append((len(gc.get_objects()), set(threading.enumerate())))
+    return seen[1][0] - seen[0][0], len(seen[1][1] - seen[0][1])
 
 
 @settings(deadline=None, max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -23,18 +23,18 @@ def test_bound_once_before_the_first_job_on_one_thread() -> None:
 
     workers = [UpdateWorker(partial(note, f"bind{n}"), name=f"w{n}") for n in range(2)]
     assert not workers[0].started
-    before = threading.active_count()
+    before = set(threading.enumerate())
     for _ in range(20):
         for n, worker in enumerate(workers):
             worker.run(partial(note, f"job{n}"), timeout=5)
-    assert threading.active_count() == before + 2
+    assert len(set(threading.enumerate()) - before) == 2
     for n in range(2):
         own = [event for event in events if event[0].endswith(str(n))]
         assert own[0][0] == f"bind{n}" and [name for name, _ in own[1:]] == [f"job{n}"] * 20
         assert len({ident for _, ident in own}) == 1 and own[0][1] != threading.get_ident()
     for worker in workers:
         worker.close()
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_an_exception_reaches_the_caller_and_the_worker_lives_on() -> None:
@@ -101,7 +101,7 @@ def test_nothing_of_a_job_is_kept() -> None:
     watch = weakref.ref(payload)
     worker.run(partial(id, payload), timeout=5)
     del payload
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 60
     while watch() is not None and time.monotonic() < deadline:
         time.sleep(0.001)
     gc.collect()
@@ -110,7 +110,7 @@ def test_nothing_of_a_job_is_kept() -> None:
 
 
 def test_a_gate_shares_one_worker_and_ends_it_with_the_last_user() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     gate = DeviceGate("x", lambda: None)
     first, second = gate.enter(), gate.enter()
     assert first is second and gate.users == 2
@@ -118,7 +118,7 @@ def test_a_gate_shares_one_worker_and_ends_it_with_the_last_user() -> None:
     gate.leave()
     first.run(lambda: None, timeout=5)
     gate.leave()
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
     third = gate.enter()
     assert third is not first
     gate.leave()
