@@ -115,11 +115,11 @@ def test_a_handle_calls_back_once_and_wakes_who_waits() -> None:
     assert handle.wait(0.01).state is kt.TransferState.PENDING
     handle.notify(lambda: calls.append("early"))
     ends: list[kt.TransferStatus] = []
-    waiting = threading.Thread(target=lambda: ends.append(handle.wait(10)))
+    waiting = threading.Thread(target=lambda: ends.append(handle.wait(60)))
     waiting.start()
     done = kt.TransferStatus(kt.TransferState.DONE)
     assert handle.settle(done)
-    waiting.join(10)
+    waiting.join(60)
     assert ends == [done]
     assert not handle.settle(kt.TransferStatus(kt.TransferState.FAILED, "too late"))
     assert calls == ["early"]

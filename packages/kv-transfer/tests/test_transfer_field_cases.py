@@ -49,7 +49,7 @@ def test_decode_that_holds_five_of_six_pages_is_sent_the_sixth_c16(layout: kp.Mo
     assert (sending.first_page, sending.pages) == (5, 1)
     sending.send([4], start=5)
     sending.finish()
-    assert session.wait(5).pages == 1
+    assert session.wait(60).pages == 1
     assert pair.decode.faults({9: 4}) == []
 
 
@@ -123,7 +123,7 @@ def test_every_worker_binds_its_device_once_before_its_first_batch_e15(monkeypat
     one = BlockList.of([memory.ctypes.data], [4096], [8])
     for _ in range(3):
         handles = [engine.submit("10.0.0.8:1", one) for _ in range(2)]
-        assert [handle.wait(20).state for handle in handles] == [kt.TransferState.DONE] * 2
+        assert [handle.wait(60).state for handle in handles] == [kt.TransferState.DONE] * 2
     for worker in {ident for ident, _ in notes}:
         own = [note for ident, note in notes if ident == worker]
         assert own[0] == "bind" and own.count("bind") == 1 and own.count("write") == 3
@@ -148,7 +148,7 @@ def test_a_device_that_cannot_be_bound_fails_the_batch_and_is_tried_again(monkey
     memory = np.zeros(8, np.uint8)
     engine.register(memory.ctypes.data, 8)
     one = BlockList.of([memory.ctypes.data], [4096], [8])
-    first = engine.submit("10.0.0.8:1", one).wait(20)
+    first = engine.submit("10.0.0.8:1", one).wait(60)
     assert first.state is kt.TransferState.FAILED and "device 9 is not there" in first.error
-    assert engine.submit("10.0.0.8:1", one).wait(20).state is kt.TransferState.DONE and outcomes == []
+    assert engine.submit("10.0.0.8:1", one).wait(60).state is kt.TransferState.DONE and outcomes == []
     engine.close()

@@ -210,7 +210,7 @@ def test_a_side_with_other_sizes_gets_a_new_receiver(ends: Ends) -> None:
     sending = sender.open(4)
     sending.send(np.array([5]), start=0)
     sending.finish()
-    assert session.wait(5).room == 4
+    assert session.wait(60).room == 4
 
 
 def test_a_misfit_is_refused_and_seen_on_both_sides(ends: Ends) -> None:
@@ -277,13 +277,13 @@ def test_an_end_that_cannot_begin_leaves_no_receiver_behind() -> None:
     layout, directory, engine = make_layout(), kt.Directory(), kt.create_engine("loopback")
     for group in (0, 1):
         directory.register(kt.Member(side="prefill", place=kt.Place(dp_rank=group, dp_size=2)))
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = int(taken.getsockname()[1])
         with pytest.raises(ValueError, match=f"bind: .*{port}.* cannot be bound"):
             kt.DecodeEnd(whole(layout).manifest, engine, directory, port=port - 1)
-    assert directory.members("decode") == () and threading.active_count() == before
+    assert directory.members("decode") == () and set(threading.enumerate()) <= before
     engine.close()
 
 

@@ -84,7 +84,7 @@ def test_nothing_travels_in_the_clear(memory: RankMemory) -> None:
                 back = threading.Thread(target=carry, args=(far, near), daemon=True)
                 back.start()
                 carry(near, far)
-                back.join(5)
+                back.join(60)
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
@@ -93,7 +93,7 @@ def test_nothing_travels_in_the_clear(memory: RankMemory) -> None:
         with kt.Sender(own.manifest, LoopbackEngine(), endpoint=endpoint, timeouts=QUICK, secret=SECRET) as right:
             right.connect()
             receiver.wait_ready()
-        thread.join(5)
+        thread.join(60)
         relay.close()
     assert not thread.is_alive()
     everything = b"".join(seen)

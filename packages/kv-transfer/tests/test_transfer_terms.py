@@ -118,7 +118,7 @@ def test_a_prefill_side_without_a_draft_serves_one_that_has_it(layers_only: bool
     else:
         leaving.send([7, 1], start=0)
     leaving.finish()
-    result = arriving.wait(5)
+    result = arriving.wait(60)
     target = [name for name in decode.names if name[1] == "target"]
     assert decode.faults({5: 7, 2: 1}, names=target) == []
     assert result.nbytes == 2 * sum(decode.layout.item_bytes(spec) * 4 for spec in ("key", "value"))
@@ -239,7 +239,7 @@ def test_loopback_between_two_processes_is_refused_by_both() -> None:
         words = decode.stdout.read()
         assert words.startswith("engine ")
         assert process_name() in words
-        assert decode.wait(10) == 0
+        assert decode.wait(60) == 0
 
 
 def test_an_engine_made_before_a_fork_is_refused_after_it() -> None:

@@ -201,7 +201,7 @@ def test_layers_go_as_they_are_computed(world: World) -> None:
     waiting = threading.Thread(target=lambda: marks.wait("target", 3, 10.0))
     waiting.start()
     marks.passed_all()  # as after a replayed graph: no layer said anything
-    waiting.join(5)
+    waiting.join(60)
     assert not waiting.is_alive()
     wait_finished(decode.finished, {"b"})
     assert world.faults(WHOLE) == []

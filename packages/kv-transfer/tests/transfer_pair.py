@@ -12,12 +12,13 @@ import kv_transfer as kt
 from kv_transfer.engine import Blocks, TransferHandle, TransferStatus
 from kv_transfer.engines.loopback import LoopbackEngine
 
+# Nobody is lost, and nothing runs out of time, however busy the machine is; a test of that has times of its own.
 FAST = kt.Timeouts(
-    handshake=10,
-    offer=5,
-    transfer=20,
+    handshake=30,
+    offer=30,
+    transfer=60,
     heartbeat_interval=0.05,
-    peer_lost_after=1.0,
+    peer_lost_after=30,
     dead_writer_grace=0.2,
     drain=2,
 )
@@ -108,7 +109,7 @@ def held_engine(pair: Pair) -> HeldEngine:
     return engine
 
 
-def eventually(what: Callable[[], bool], seconds: float = 5.0) -> bool:
+def eventually(what: Callable[[], bool], seconds: float = 30.0) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if what():

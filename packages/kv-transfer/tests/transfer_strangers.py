@@ -117,7 +117,7 @@ def serving(dice: random.Random) -> Iterator[Pair]:
                     sending = sender.open(served)
                     sending.send([moved[page] for page in pages], start=0)
                     sending.finish()
-                session.wait(20)
+                session.wait(60)
                 assert pair.decode.faults(moved) == []
                 pair.decode.wipe(pages)
                 served += 1
@@ -184,7 +184,7 @@ def other_layouts() -> int:
             sending = sender.open(0)
             sending.send([7], start=0)
             sending.finish()
-        session.wait(20)
+        session.wait(60)
         assert memory.faults({4: 7}) == []
     engine.close()
     return len(LAYOUTS)
