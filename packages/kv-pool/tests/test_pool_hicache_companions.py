@@ -215,7 +215,7 @@ def test_a_hit_that_all_ranks_can_serve(text: Text) -> None:
     assert [handles[0].restorable(most) for most in (25, 19, 12, 11, 3, -4)] == [20, 12, 12, 0, 0, 0]
     with pytest.raises(HitError, match="restorable"):
         benches[0].cache.limit(handles[0], 16)
-    barrier, vectors, sizes = threading.Barrier(2, timeout=20), {}, []
+    barrier, vectors, sizes = threading.Barrier(2, timeout=60), {}, []
 
     def serve(rank: int) -> None:
         def reduce_min(vector: Any) -> Any:

@@ -18,7 +18,7 @@ class Group:
     """A minimum over threads; a rank that calls too often or too rarely breaks the barrier."""
 
     def __init__(self, ranks: int) -> None:
-        self.barrier = threading.Barrier(ranks, timeout=20)
+        self.barrier = threading.Barrier(ranks, timeout=60)
         self.vectors: dict[int, Any] = {}
         self.sizes: list[int] = []
 

@@ -149,7 +149,7 @@ class Slow:
         return self.inner.exists(keys)
 
     def read(self, keys: Sequence[str], pages: Sequence[Any]) -> int:
-        self.go.wait(30)
+        self.go.wait(60)
         if self.broken:
             raise StorageError("store", given="broken", expected="a store", consequence="none", remedy="none")
         return self.inner.read(keys, pages)

@@ -7,6 +7,7 @@ processes that write, read and evict at once.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -248,15 +249,17 @@ def share(root: Path, writers: int, rounds: int) -> None:
         process.stdin.write("go\n")
         process.stdin.flush()
     most = 0
-    while any(process.poll() is None for process in running):
-        seen = 0
-        for path in root.glob("??/*"):
-            try:
-                seen += path.stat().st_size
-            except FileNotFoundError:
-                continue
-        most = max(most, seen)
-        time.sleep(0.01)
+    while True:
+        living = [process.pid for process in running if process.poll() is None]
+        for pid in living:  # nobody writes or evicts while the files are counted, however slowly
+            os.kill(pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        most = max(most, sum(path.stat().st_size for path in root.glob("??/*")))
+        for pid in living:
+            os.kill(pid, signal.SIGCONT)
+        if not living:
+            break
+        time.sleep(0.05)
     for process in running:
         out, errors = process.communicate(timeout=60)
         assert process.returncode == 0, errors[-2000:]

@@ -111,12 +111,12 @@ class Slow:
 
     def read(self, keys: Sequence[str], pages: Sequence[Any]) -> int:
         self.calls.append(len(keys))
-        self.go.wait(30)
+        self.go.wait(60)
         self._check()
         return self.inner.read(keys, pages)
 
     def write(self, keys: Sequence[str], pages: Sequence[Any]) -> int:
-        self.go.wait(30)
+        self.go.wait(60)
         self._check()
         return self.inner.write(keys, pages)
 
