@@ -17,12 +17,12 @@ from disaggregated_serving.launcher import WorkerFailed, Workers
 
 CONFIG = ServeConfig(
     model=RandomModel(), device="cpu", chunk=128, new_tokens=400, prefill_pool=1024, decode_pool=2048,
-    peer_lost_after=3.0,
+    peer_lost_after=30.0,
 )  # fmt: skip
 PROMPTS = [[5, 6, 7] * 60, [9, 8] * 40]
 
 
-def gone(pids: list[int], *, within: float = 10.0) -> bool:
+def gone(pids: list[int], *, within: float = 60.0) -> bool:
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
         alive = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
@@ -73,8 +73,17 @@ serve(config, [[5, 6, 7] * 60], on_start=on_start, on_progress=lambda served: pr
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("moment", ["at start", "while decoding"])
+# To a process without a handler SIGTERM is SIGKILL: once is enough.
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        ("at start", signal.SIGKILL),
+        ("at start", signal.SIGTERM),
+        ("at start", signal.SIGINT),
+        ("while decoding", signal.SIGKILL),
+        ("while decoding", signal.SIGINT),
+    ],
+)
 def test_workers_die_with_their_front(number: signal.Signals, moment: str) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", FRONT, CONFIG.model_dump_json()],
@@ -88,7 +97,7 @@ def test_workers_die_with_their_front(number: signal.Signals, moment: str) -> No
                 for _ in range(4):
                     assert front.stdout.readline() == "progress\n"
             front.send_signal(number)
-            front.wait(10)
+            front.wait(60)
             assert gone(pids)
         finally:
             for pid in [*pids, front.pid]:

@@ -254,7 +254,7 @@ def test_another_process_reads_what_one_has_written(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", WRITER, str(tmp_path / "pages"), str(here)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])},
-        capture_output=True, text=True, check=False, timeout=110,
+        capture_output=True, text=True, check=False, timeout=280,
     )  # fmt: skip
     assert done.stdout == "written\n", done.stderr[-2000:]
     bench = over(FileStorage(tmp_path / "pages", capacity_bytes=10**8), ALL, pages=16)

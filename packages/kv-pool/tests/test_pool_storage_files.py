@@ -261,7 +261,7 @@ def crash(root: Path, seed: int, rounds: int) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
+        timeout=280,
     )
     assert done.returncode == 0 and done.stdout == f"rounds {rounds}\n", done.stderr[-2000:]
 
@@ -339,7 +339,7 @@ def test_a_page_that_the_system_cuts_short_is_not_kept(tmp_path: Path) -> None:
     search = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", FULL, str(tmp_path / "pages")],
-        env={**os.environ, "PYTHONPATH": search}, capture_output=True, text=True, check=False, timeout=110,
+        env={**os.environ, "PYTHONPATH": search}, capture_output=True, text=True, check=False, timeout=280,
     )  # fmt: skip
     assert done.stdout == "as it should be\n", done.stderr[-2000:]
 

@@ -30,7 +30,7 @@ def _run(scenario: str) -> Run:
     script = [sys.executable, str(HERE / "pool_mooncake_checks.py"), scenario]
     return subprocess.run(
         [sys.executable, "-m", "kv_transfer.isolation", "--", *script],
-        capture_output=True, text=True, timeout=110, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=280, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 

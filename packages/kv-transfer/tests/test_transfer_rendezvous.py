@@ -138,8 +138,8 @@ def test_processes_find_each_other_and_do_so_again(service: Service) -> None:
         service.start()
         client = kt.DirectoryClient(service.endpoint)
         assert eventually(lambda: client.is_whole("prefill") and client.is_whole("decode"), 60)
-        assert eventually(lambda: prefill[0].ok("problem")["problem"] == "", 60)
-        assert decode.ok("problem") == {"problem": ""}
+        for process in (*prefill, decode):
+            assert eventually(lambda own=process: own.ok("problem")["problem"] == "", 60)  # type: ignore[misc]
         _send(prefill, decode, 6)
         for process in (*prefill, decode):
             assert process.leave() == 0

@@ -13,11 +13,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 
-from transfer_scenarios import BIG, SOURCES, Cluster, Process, Refused
+from transfer_scenarios import BIG, HASTY, SOURCES, Cluster, Process, Refused
 
 ATTEMPTS = 5
 ERRORS = {"PeerLost", "TransferAborted", "TransferFailed"}
-BOUND = 12.0  # seconds: silence of a peer, the engine's own time-out, and a busy machine
+BOUND = 18.0  # seconds: silence of a peer, the engine's own time-out, and a busy machine
 HOW = ("killed", "killed", "paused", "stopped and continued", "stopped and killed")
 
 
@@ -77,7 +77,7 @@ def random_fault(cluster: Cluster, dice: random.Random, room: int) -> str:
 
 def _replace(cluster: Cluster, number: int) -> None:
     if number == len(SOURCES):
-        cluster.decode = cluster.start(role="decode", engine=cluster.engine, bind=cluster.endpoint).up()
+        cluster.decode = cluster.start_decode(cluster.endpoint).up()
     else:
         cluster.prefill[number] = cluster.start_stage(number).up()
 
@@ -125,7 +125,7 @@ def _heal(cluster: Cluster) -> None:
 def main(engine: str, rounds: int, seed: int) -> None:
     dice = random.Random(seed)
     with contextlib.ExitStack() as keep:
-        cluster = Cluster(engine, keep)
+        cluster = Cluster(engine, keep, HASTY)
         for room in range(rounds):
             print(random_fault(cluster, dice, 10 * room), flush=True)
     print("as it should be", flush=True)

@@ -21,7 +21,7 @@ TIMEOUTS = kt.Timeouts(
     offer=10,
     transfer=30,
     heartbeat_interval=0.1,
-    peer_lost_after=1.5,
+    peer_lost_after=30,
     dead_writer_grace=0.5,
     drain=2,
 )
@@ -110,10 +110,11 @@ class Decode(Node):
 
 
 class Prefill(Node):
-    def __init__(self, engine: str, stage: int, endpoint: str) -> None:
+    def __init__(self, engine: str, stage: int, endpoint: str, patience: float = TIMEOUTS.peer_lost_after) -> None:
         memory = stages(_layout(), STAGES, pages=PAGES, only=[stage], allocate=allocator(engine))[0]
         super().__init__(memory, engine)
-        self.sender = kt.Sender(self.memory.manifest, self.engine, endpoint=endpoint, timeouts=TIMEOUTS)
+        timeouts = dataclasses.replace(TIMEOUTS, peer_lost_after=patience)
+        self.sender = kt.Sender(self.memory.manifest, self.engine, endpoint=endpoint, timeouts=timeouts)
         self.sessions: dict[int, kt.SenderSession] = {}
 
     def connect(self) -> Answer:

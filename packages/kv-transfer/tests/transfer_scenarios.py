@@ -95,16 +95,17 @@ class Process:
     def leave(self) -> int:
         assert self.popen.stdin is not None
         self.popen.stdin.close()
-        return self.popen.wait(20)
+        return self.popen.wait(60)
 
 
 class Cluster:
-    """Two prefill stages and one decode rank, connected."""
+    """Two prefill stages and one decode rank, connected; a peer that is silent for `patience` seconds is lost."""
 
-    def __init__(self, engine: str, keep: contextlib.ExitStack) -> None:
+    def __init__(self, engine: str, keep: contextlib.ExitStack, patience: float) -> None:
         self.engine = engine
+        self.patience = patience
         self._keep = keep
-        self.decode = self.start(role="decode", engine=engine, bind="tcp://127.0.0.1:0").up()
+        self.decode = self.start_decode("tcp://127.0.0.1:0").up()
         self.endpoint = self.decode.ok("endpoint")["endpoint"]
         self.prefill = [self.start_stage(stage) for stage in SOURCES]
         for process in self.prefill:
@@ -116,8 +117,12 @@ class Cluster:
         self._keep.callback(process.kill)
         return process
 
+    def start_decode(self, bind: str) -> Process:
+        return self.start(role="decode", engine=self.engine, bind=bind, patience=self.patience)
+
     def start_stage(self, stage: int) -> Process:
-        return self.start(role="prefill", engine=self.engine, stage=stage, endpoint=self.endpoint)
+        options = {"engine": self.engine, "endpoint": self.endpoint, "patience": self.patience}
+        return self.start(role="prefill", stage=stage, **options)
 
     def serve(self, room: int, stages: tuple[int, ...] = (0, 1)) -> None:
         """One room, chunked and permuted, with every byte checked."""
@@ -195,13 +200,13 @@ def receiver_killed(cluster: Cluster, pause: float = 0.2) -> None:
         process.ok("send", room=0, pages=BIG, start=0)
     time.sleep(pause)
     cluster.decode.kill()
-    with soon(5, "senders know that the receiver is dead"):
+    with soon(15, "senders know that the receiver is dead"):
         for process in cluster.prefill:
             answer = process.call("wait", room=0)
             assert answer["error"] == "PeerLost", answer
     for process in cluster.prefill:
         assert process.call("open", room=1)["error"] == "PeerLost"
-    cluster.decode = cluster.start(role="decode", engine=cluster.engine, bind=cluster.endpoint).up()
+    cluster.decode = cluster.start_decode(cluster.endpoint).up()
     for process in cluster.prefill:
         process.ok("connect")
     cluster.decode.ok("ready")
@@ -216,13 +221,13 @@ def sender_killed(cluster: Cluster, pause: float = 0.2) -> None:
     time.sleep(pause)
     cluster.prefill[0].kill()
     cluster.decode.signal(signal.SIGCONT)
-    with soon(5, "the receiver knows that a sender is dead"):
+    with soon(15, "the receiver knows that a sender is dead"):
         answer = cluster.decode.call("wait", room=0)
         assert (answer["error"], "pp0 tp0 is lost" in answer["text"]) == ("PeerLost", True), answer
     answer = cluster.prefill[1].call("wait", room=0)
     assert "pp0 tp0 is lost" in answer["text"], answer
     assert cluster.decode.call("open", room=9, pages=[1])["error"] == "PeerLost"
-    with soon(5, "its pages are released"):
+    with soon(15, "its pages are released"):
         assert cluster.decode.ok("released", room=0, seconds=10)["released"]
     cluster.decode.ok("wipe", pages=BIG)
     time.sleep(0.3)
@@ -238,7 +243,7 @@ def stopped(cluster: Cluster, pause: float = 0.2) -> None:
     cluster.begin_room(0)
     time.sleep(pause)
     cluster.prefill[1].signal(signal.SIGSTOP)
-    with soon(6, "the receiver takes a stopped sender for lost"):
+    with soon(15, "the receiver takes a stopped sender for lost"):
         answer = cluster.decode.call("wait", room=0)
         assert (answer["error"], "pp1 tp0 is lost: silent" in answer["text"]) == ("PeerLost", True), answer
     assert cluster.decode.ok("released", room=0, seconds=1.0) == {"released": False, "state": "aborting"}
@@ -252,10 +257,10 @@ def stopped(cluster: Cluster, pause: float = 0.2) -> None:
     cluster.begin_room(3)
     cluster.decode.signal(signal.SIGSTOP)
     cluster.prefill[0].ok("send", room=3, pages=BIG, start=0)
-    with soon(6, "a sender takes a stopped receiver for lost"):
+    with soon(15, "a sender takes a stopped receiver for lost"):
         answer = cluster.prefill[0].call("wait", room=3)
         assert (answer["error"], "silent" in answer["text"]) == ("PeerLost", True), answer
-    with soon(8, "its engine gives up"):
+    with soon(20, "its engine gives up"):
         while not cluster.prefill[0].ok("released", room=3)["released"]:
             time.sleep(0.05)
 
@@ -270,11 +275,12 @@ SCENARIOS: dict[str, tuple[Callable[[Cluster], None], ...]] = {
     "killed": (sender_killed, receiver_killed, leaves),
     "stopped": (stopped,),
 }
+HASTY, PATIENT = 2.0, 30.0  # nobody is lost by silence, however busy the machine is, where that is not the scenario
 
 
 def main(name: str, engine: str) -> None:
     with contextlib.ExitStack() as keep:
-        cluster = Cluster(engine, keep)
+        cluster = Cluster(engine, keep, HASTY if name == "stopped" else PATIENT)
         for scenario in SCENARIOS[name]:
             scenario(cluster)
     print("as it should be", flush=True)

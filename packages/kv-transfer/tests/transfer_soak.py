@@ -21,7 +21,7 @@ import transfer_strangers as strangers
 from test_transfer_messages import EXAMPLES
 from transfer_faults import random_fault
 from transfer_memory import RankMemory, make_layout, stages, whole
-from transfer_scenarios import Cluster
+from transfer_scenarios import HASTY, Cluster
 from transfer_schedules import run_schedules, run_words
 
 import kv_transfer as kt
@@ -152,7 +152,7 @@ def faults(count: int, seed: int) -> None:
         share = -(-count // len(ENGINES))
         while sum(done.values()) < share:
             with contextlib.ExitStack() as keep:
-                cluster = Cluster(engine, keep)
+                cluster = Cluster(engine, keep, HASTY)
                 for room in range(min(10, share - sum(done.values()))):
                     what = random_fault(cluster, dice, 10 * room)
                     done[what] += 1
