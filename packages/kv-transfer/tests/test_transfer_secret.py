@@ -15,7 +15,8 @@ from kv_transfer.engines.loopback import LoopbackEngine
 
 SECRET = "a secret of the deployment"
 LAYOUT = make_layout(fingerprint="a-model-that-nobody-should-see")
-QUICK = kt.Timeouts(handshake=2.0)
+PATIENT = kt.Timeouts(handshake=60.0)
+SOON = 2.0  # seconds after which whoever is not heard gives up
 
 
 @pytest.fixture
@@ -25,13 +26,13 @@ def memory() -> RankMemory:
 
 @pytest.fixture
 def receiver(memory: RankMemory) -> Iterator[kt.Receiver]:
-    with kt.Receiver(memory.manifest, LoopbackEngine(), prefill_ranks=1, timeouts=QUICK, secret=SECRET) as receiver:
+    with kt.Receiver(memory.manifest, LoopbackEngine(), prefill_ranks=1, timeouts=PATIENT, secret=SECRET) as receiver:
         yield receiver
 
 
 def sender(receiver: kt.Receiver, secret: str | None) -> kt.Sender:
     (memory,) = stages(LAYOUT, 1)
-    return kt.Sender(memory.manifest, LoopbackEngine(), endpoint=receiver.endpoint, timeouts=QUICK, secret=secret)
+    return kt.Sender(memory.manifest, LoopbackEngine(), endpoint=receiver.endpoint, timeouts=PATIENT, secret=secret)
 
 
 def test_those_with_the_secret_agree(receiver: kt.Receiver) -> None:
@@ -45,7 +46,7 @@ def test_those_with_the_secret_agree(receiver: kt.Receiver) -> None:
 def test_others_are_not_heard_and_hold_nobody_up(receiver: kt.Receiver, secret: str | None) -> None:
     with sender(receiver, secret) as wrong:
         with pytest.raises((kt.PeerLost, kt.TransferTimeout)) as caught:
-            wrong.connect()
+            wrong.connect(SOON)
         assert "secret" in str(caught.value) and SECRET not in str(caught.value)
         assert receiver.members == () and receiver.take_refusals() == ()
         with sender(receiver, SECRET) as right:
@@ -55,17 +56,17 @@ def test_others_are_not_heard_and_hold_nobody_up(receiver: kt.Receiver, secret: 
 
 def test_a_receiver_without_a_secret_is_not_talked_to() -> None:
     with (
-        kt.Receiver(whole(LAYOUT).manifest, LoopbackEngine(), prefill_ranks=1, timeouts=QUICK) as receiver,
+        kt.Receiver(whole(LAYOUT).manifest, LoopbackEngine(), prefill_ranks=1, timeouts=PATIENT) as receiver,
         sender(receiver, SECRET) as cautious,
         pytest.raises((kt.PeerLost, kt.TransferTimeout), match="secret"),
     ):
-        cautious.connect()
+        cautious.connect(SOON)
 
 
 def test_nothing_travels_in_the_clear(memory: RankMemory) -> None:
     """A relay between the two sees neither the secret nor the fingerprint that the manifest carries."""
     seen: list[bytes] = []
-    with kt.Receiver(memory.manifest, LoopbackEngine(), prefill_ranks=1, timeouts=QUICK, secret=SECRET) as receiver:
+    with kt.Receiver(memory.manifest, LoopbackEngine(), prefill_ranks=1, timeouts=PATIENT, secret=SECRET) as receiver:
         host, port = receiver.endpoint.removeprefix("tcp://").split(":")
         relay = socket.create_server(("127.0.0.1", 0))
 
@@ -90,7 +91,7 @@ def test_nothing_travels_in_the_clear(memory: RankMemory) -> None:
         thread.start()
         (own,) = stages(LAYOUT, 1)
         endpoint = f"tcp://127.0.0.1:{relay.getsockname()[1]}"
-        with kt.Sender(own.manifest, LoopbackEngine(), endpoint=endpoint, timeouts=QUICK, secret=SECRET) as right:
+        with kt.Sender(own.manifest, LoopbackEngine(), endpoint=endpoint, timeouts=PATIENT, secret=SECRET) as right:
             right.connect()
             receiver.wait_ready()
         thread.join(60)
