@@ -33,7 +33,7 @@ def _run(runner: DecodeRunner, base: float = 1.0, n: int = 1, **options: Any) ->
     return runner.run(values, {"kv": [2] * n}, n, **options)
 
 
-def _ended(call: Callable[[], object], seconds: float = 20.0) -> object:
+def _ended(call: Callable[[], object], seconds: float = 60.0) -> object:
     """The result or exception of a call on a thread of its own, which must end."""
     found: list[object] = []
 
