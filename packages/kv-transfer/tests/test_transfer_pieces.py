@@ -92,7 +92,7 @@ def test_a_pause_of_our_own_is_not_the_silence_of_the_peer() -> None:
 
 
 def test_time_limits_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"Timeouts\.offer: expected a positive number of seconds, got 0"):
+    with pytest.raises(ValueError, match=r"Timeouts\.offer: expected seconds above 0, got 0"):
         kt.Timeouts(offer=0)
     with pytest.raises(ValueError, match=r"Timeouts\.transfer"):
         kt.Timeouts(transfer=math.inf)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Final, TypeVar
 
@@ -16,9 +17,12 @@ __all__ = [
     "check_endpoint",
     "check_items",
     "check_kind",
+    "check_limit",
     "check_listening",
     "check_period",
     "check_seconds",
+    "check_text",
+    "check_wait",
     "check_whole",
     "check_word",
 ]
@@ -26,43 +30,64 @@ __all__ = [
 _Value = TypeVar("_Value")
 _Word = TypeVar("_Word", bound=str)
 _LAST_PORT: Final = 65_535
+_LONGEST: Final = math.floor(threading.TIMEOUT_MAX)  # seconds; a thread cannot sleep longer
+_MOST: Final = 2**63 - 1
 
 
-def check_whole(name: str, value: object, most: int) -> int:
-    """The whole number `value`, from 0 to `most`; NumPy integers are some, bools and floats are none.
+def check_whole(name: str, value: object, most: int = _MOST, *, least: int = 0) -> int:
+    """The whole number `value`, from `least` to `most`; NumPy integers are some, bools and floats are none.
 
     Raises:
         ArgumentError: It is none, or out of range.
     """
     try:
-        number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+        number = least - 1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        number = -1
-    if not 0 <= number <= most:
+        number = least - 1
+    if not least <= number <= most:
         raise ArgumentError(
-            f"{name}: expected a whole number from 0 to {most}, got {value!r}",
-            local=value,
+            f"{name}: expected a whole number from {least} to {most}, got {value!r:.200}",
+            local=_shown(value),
             consequence="nothing was done",
             remedy="pass an int in this range",
         )
     return number
 
 
-def check_seconds(name: str, value: float) -> float:
-    """The seconds `value`: a number that is finite and not negative.
+def check_limit(name: str, value: object) -> None:
+    """Refuses what is neither None, for no limit, nor a whole number above 0.
 
     Raises:
-        ArgumentError: It is none, NaN, infinite or negative.
+        ArgumentError: It is neither.
+    """
+    if value is not None:
+        check_whole(name, value, least=1)
+
+
+def check_seconds(name: str, value: float) -> float:
+    """The seconds `value`: a number that is finite, not negative, and no longer than a thread can sleep.
+
+    Raises:
+        ArgumentError: It is none, NaN, infinite, negative or longer.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0:
+    if not is_number or not 0 <= value <= _LONGEST:
         raise ArgumentError(
-            f"{name}: expected a finite number of seconds from 0 on, got {value!r}",
-            local=value,
+            f"{name}: expected a finite number of seconds from 0 on, at most {_LONGEST}, got {value!r:.200}",
+            local=_shown(value),
             consequence="what waits for it would never end, or end at once",
             remedy="pass a number of seconds, or None for the default",
         )
     return float(value)
+
+
+def check_wait(name: str, value: float | None) -> float | None:
+    """The seconds `value`, or None for a wait without end.
+
+    Raises:
+        ArgumentError: As `check_seconds`.
+    """
+    return None if value is None else check_seconds(name, value)
 
 
 def check_endpoint(value: str) -> str:
@@ -71,14 +96,14 @@ def check_endpoint(value: str) -> str:
     Raises:
         ArgumentError: It has no transport that is known, no address, or no port that there is.
     """
-    transport, _, address = value.partition("://") if isinstance(value, str) else ("", "", "")
+    transport, _, address = value.partition("://") if _is_plain(value) else ("", "", "")
     port = address.rpartition(":")[2]
     reachable = transport != "tcp" or (port.isdecimal() and 0 < int(port) <= _LAST_PORT)
     if transport not in ("tcp", "ipc", "inproc") or not address or not reachable:
         raise ArgumentError(
             f"endpoint: expected an address such as tcp://10.0.0.1:5000, with a port from 1 to {_LAST_PORT}, "
-            f"got {value!r}",
-            local=value,
+            f"got {value!r:.200}",
+            local=_shown(value),
             consequence="nobody could be reached",
             remedy="pass Receiver.endpoint",
         )
@@ -95,7 +120,7 @@ def check_period(name: str, value: float) -> float:
         raise ArgumentError(
             f"{name}: expected seconds above 0, got {value!r}",
             local=value,
-            consequence="a thread would run without a pause",
+            consequence="it would be over at once, or a thread would run without a pause",
             remedy="pass a second or so",
         )
     return float(value)
@@ -107,11 +132,11 @@ def check_listening(value: str) -> str:
     Raises:
         ArgumentError: It is no text, or its port is above the last one, of which ZeroMQ would take another.
     """
-    port = value.rpartition(":")[2] if isinstance(value, str) else ""
-    if not isinstance(value, str) or (value.startswith("tcp://") and port.isdecimal() and int(port) > _LAST_PORT):
+    port = value.rpartition(":")[2] if _is_plain(value) else ""
+    if not _is_plain(value) or (value.startswith("tcp://") and port.isdecimal() and int(port) > _LAST_PORT):
         raise ArgumentError(
-            f"bind: expected an address such as tcp://127.0.0.1:0 with a port up to {_LAST_PORT}, got {value!r}",
-            local=value,
+            f"bind: expected an address such as tcp://127.0.0.1:0 with a port up to {_LAST_PORT}, got {value!r:.200}",
+            local=_shown(value),
             consequence="no peer could connect",
             remedy="use another port, or 0 for a free one",
         )
@@ -119,12 +144,12 @@ def check_listening(value: str) -> str:
 
 
 def check_kind(name: str, value: _Value, kind: type[_Value]) -> _Value:
-    """The object `value`, a `kind`.
+    """The object `value`, a `kind`; also where that is a protocol that can be asked at run time.
 
     Raises:
-        ArgumentError: It is none.
+        ArgumentError: It is none, or a class where an object of it is meant.
     """
-    if not isinstance(value, kind):
+    if not isinstance(value, kind) or isinstance(value, type):
         raise ArgumentError(
             f"{name}: expected {kind.__name__}, got {value!r:.200}",
             local=type(value).__name__,
@@ -153,14 +178,42 @@ def check_items(name: str, value: Iterable[_Value]) -> tuple[_Value, ...]:
         ) from None
 
 
+def check_text(name: str, value: object) -> str:
+    """The text `value`: printable characters, at least one.
+
+    Raises:
+        ArgumentError: It is no text, empty, or holds what no address, name or message can hold.
+    """
+    if not _is_plain(value):
+        raise ArgumentError(
+            f"{name}: expected a text of printable characters, got {value!r:.200}",
+            local=_shown(value),
+            consequence="nothing was done",
+            remedy="pass a str that is not empty",
+        )
+    return str(value)
+
+
 def check_word(name: str, value: _Word, words: Sequence[str]) -> _Word:
     """The word `value`, one of `words`.
 
     Raises:
         ArgumentError: It is none of them.
     """
-    if value not in words:
+    if not isinstance(value, str) or value not in words:
         raise ArgumentError(
-            f"{name}: expected one of {list(words)}, got {value!r}", local=value, consequence="nothing was done"
+            f"{name}: expected one of {list(words)}, got {value!r:.200}",
+            local=_shown(value),
+            consequence="nothing was done",
+            remedy="pass one of these words",
         )
     return value
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, str) and value.isprintable() and bool(value)
+
+
+def _shown(value: object) -> object:
+    """What an error keeps of a value: numbers and texts as they are, of everything else the kind."""
+    return value if isinstance(value, str | int | float | None) else type(value).__name__

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 import kv_planner
 import numpy as np
 
-from kv_transfer.arguments import check_items, check_kind
+from kv_transfer.arguments import check_items, check_kind, check_text, check_whole
 from kv_transfer.errors import ArgumentError
 
 __all__ = ["AuxField", "check_fields", "pack", "unpack"]
@@ -40,6 +40,9 @@ class AuxField:
         Raises:
             ArgumentError: No name, no such dtype, or no elements.
         """
+        check_text("aux.name", self.name)
+        check_text(f"aux {self.name!r}.dtype", self.dtype)
+        check_whole(f"aux {self.name!r}.width", self.width, 2**31 - 1, least=1)
         try:
             self._row()
         except kv_planner.PlanError as error:
@@ -85,15 +88,16 @@ def pack(fields: Iterable[AuxField], rows: Mapping[str, object]) -> dict[str, st
         return {}
     known = {field.name: field for field in fields}
     if set(rows) != set(known):
+        given = sorted(map(str, rows))
         raise ArgumentError(
-            f"rows: got {sorted(rows)}, declared are {sorted(known)}",
-            local=str(sorted(rows)),
+            f"rows: got {given}, declared are {sorted(known)}",
+            local=str(given),
             consequence="nothing was sent and the room stays open",
             remedy="give every declared row, or none on a rank that has none",
         )
     packed = {}
     for name, row in rows.items():
-        data = row.tobytes() if isinstance(row, np.ndarray) else bytes(memoryview(row))  # type: ignore[arg-type]
+        data = _bytes_of(name, row)
         if len(data) != known[name].nbytes:
             raise ArgumentError(
                 f"rows[{name!r}]: {len(data)} bytes, {known[name]} has {known[name].nbytes}",
@@ -103,6 +107,25 @@ def pack(fields: Iterable[AuxField], rows: Mapping[str, object]) -> dict[str, st
             )
         packed[name] = base64.b64encode(data).decode()
     return packed
+
+
+def _bytes_of(name: str, row: object) -> bytes:
+    """The bytes of a row.
+
+    Raises:
+        ArgumentError: It has none.
+    """
+    try:
+        if not (isinstance(row, np.ndarray) and row.dtype.hasobject):
+            return row.tobytes() if isinstance(row, np.ndarray) else bytes(memoryview(row))  # type: ignore[arg-type]
+    except (TypeError, BufferError, NotImplementedError):  # no buffer, or one that is not contiguous
+        pass
+    raise ArgumentError(
+        f"rows[{name!r}]: expected a contiguous buffer, got {type(row).__name__}",
+        local=type(row).__name__,
+        consequence="nothing was sent and the room stays open",
+        remedy="give bytes, a numpy array of numbers, or the bytes of a tensor",
+    )
 
 
 def unpack(fields: Iterable[AuxField], rows: Mapping[str, str]) -> dict[str, bytes]:

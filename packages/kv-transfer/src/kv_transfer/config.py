@@ -6,7 +6,9 @@ Reads no environment: whoever embeds the package passes these in.
 from __future__ import annotations
 
 import dataclasses
-import math
+
+from kv_transfer.arguments import check_period, check_whole
+from kv_transfer.errors import ArgumentError
 
 __all__ = ["Limits", "Timeouts"]
 
@@ -36,15 +38,20 @@ class Timeouts:
     drain: float = 2.0
 
     def __post_init__(self) -> None:
-        """Refuses values that are not positive, and a limit that two heartbeats do not fit in."""
+        """Refuses values that are not positive, and a limit that two heartbeats do not fit in.
+
+        Raises:
+            ArgumentError: A value is no number of seconds above 0, or they do not fit together.
+        """
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"Timeouts.{field.name}: expected a positive number of seconds, got {value!r}")
+            check_period(f"Timeouts.{field.name}", getattr(self, field.name))
         if self.peer_lost_after < 2 * self.heartbeat_interval:
-            raise ValueError(
+            raise ArgumentError(
                 f"Timeouts.peer_lost_after: {self.peer_lost_after:g} s is less than two heartbeats of "
-                f"{self.heartbeat_interval:g} s; a living peer would be taken for lost; raise it or beat more often"
+                f"{self.heartbeat_interval:g} s",
+                local=self.peer_lost_after,
+                consequence="a living peer would be taken for lost",
+                remedy="raise it or beat more often",
             )
 
 
@@ -69,8 +76,10 @@ class Limits:
     ready_step_bytes: int = 256 << 10
 
     def __post_init__(self) -> None:
-        """Refuses limits under one."""
+        """Refuses limits under one.
+
+        Raises:
+            ArgumentError: A limit is no whole number from 1 on.
+        """
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value < 1:
-                raise ValueError(f"Limits.{field.name}: expected at least 1, got {value!r}")
+            check_whole(f"Limits.{field.name}", getattr(self, field.name), least=1)

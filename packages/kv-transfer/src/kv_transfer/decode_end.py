@@ -15,7 +15,7 @@ from typing import get_args
 
 import kv_planner
 
-from kv_transfer.arguments import check_period, check_seconds, check_word
+from kv_transfer.arguments import check_period, check_seconds, check_text, check_whole, check_word
 from kv_transfer.aux_rows import AuxField
 from kv_transfer.config import Limits, Timeouts
 from kv_transfer.directory import Member, Place
@@ -26,7 +26,7 @@ from kv_transfer.groups import Manifests
 from kv_transfer.messages import Policy
 from kv_transfer.ports import rank_port
 from kv_transfer.receiver import Receiver
-from kv_transfer.registration import Finder, Registration
+from kv_transfer.registration import Finder, Registration, check_directory
 from kv_transfer.spans import Interleave
 from kv_transfer.terms import ALL_PARTS
 
@@ -84,7 +84,7 @@ class DecodeEnd:
         every: float = 1.0,
     ) -> None:
         """Looks into the directory; receivers come as prefill ranks are found."""
-        if not isinstance(host, str) or host in ("", "*", "0.0.0.0", "::", "[::]"):
+        if check_text("host", host) in ("*", "0.0.0.0", "::", "[::]"):
             raise ArgumentError(
                 f"host: {host!r} is no address that another host can connect to",
                 local=host,
@@ -97,8 +97,8 @@ class DecodeEnd:
         check_word("on_failed_pages", on_failed_pages, get_args(Policy))
         place = own.groups.placement
         self._place = Place.of(place)
-        self._first_port = rank_port(port, place) if port else 0
-        self._directory = directory
+        self._first_port = rank_port(port, place) if check_whole("port", port, 65_535) else 0
+        self._directory = check_directory(directory)
         self._host = host
         self._timeouts = own.timeouts
         self._make_receiver = partial(
@@ -156,6 +156,7 @@ class DecodeEnd:
             SessionStateError: It is closed.
         """
         seconds = self._timeouts.handshake if timeout is None else check_seconds("timeout", timeout)
+        dp_rank = check_whole("dp_rank", dp_rank)
         end = time.monotonic() + seconds
         while True:
             if self._closed.is_set():

@@ -9,15 +9,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Literal, get_args
 
 import kv_planner
 from pydantic import BaseModel, ConfigDict, Field
 
+from kv_transfer.arguments import check_kind, check_period, check_whole, check_word
 from kv_transfer.errors import ArgumentError
 from kv_transfer.handshake import Rank
 
-__all__ = ["Directory", "Member", "Place", "Side", "is_whole"]
+__all__ = ["Directory", "Member", "Place", "Side", "check_member", "check_side", "is_whole"]
 
 Side = Literal["prefill", "decode"]
 """Which side of the transfer a rank is on."""
@@ -40,6 +41,7 @@ class Place(BaseModel):
     @classmethod
     def of(cls, placement: kv_planner.Placement) -> Place:
         """A planner's placement."""
+        check_kind("placement", placement, kv_planner.Placement)
         return cls(**{name: getattr(placement, name) for name in cls.model_fields})
 
     @property
@@ -85,8 +87,34 @@ class Member(BaseModel):
     generation: int = Field(default=0, ge=0)
 
 
+def check_side(side: Side) -> Side:
+    """The side itself.
+
+    Raises:
+        ArgumentError: It is none.
+    """
+    return check_word("side", side, get_args(Side))
+
+
+def check_member(member: Member) -> Member:
+    """The member itself.
+
+    Raises:
+        ArgumentError: It is none, or its rank is impossible.
+    """
+    if not check_kind("member", member, Member).place.is_possible:
+        raise ArgumentError(
+            f"place: {member.place} has a rank that its sizes do not hold",
+            local=str(member.place),
+            consequence="nobody would know when all ranks are there",
+            remedy="give ranks below their sizes",
+        )
+    return member
+
+
 def is_whole(members: Iterable[Member], dp_rank: int) -> bool:
     """Whether all distinct ranks of a data-parallel group are among the members of one side."""
+    dp_rank = check_whole("dp_rank", dp_rank)
     group = [member.place for member in members if member.place.dp_rank == dp_rank]
     return bool(group) and len({place.rank for place in group}) == group[0].group_size
 
@@ -97,14 +125,15 @@ class Directory:
     Args:
         lifetime: Seconds after which a member that was not renewed is gone.
         clock: Monotonic seconds.
+
+    Raises:
+        ArgumentError: The lifetime is no number of seconds above 0.
     """
 
     def __init__(self, *, lifetime: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
         """Nobody is there."""
-        if not lifetime > 0:
-            raise ArgumentError(f"lifetime: expected a positive number of seconds, got {lifetime!r}", local=lifetime)
-        self._lifetime = lifetime
-        self._clock = clock
+        self._lifetime = check_period("lifetime", lifetime)
+        self._clock = check_kind("clock", clock, Callable)  # type: ignore[arg-type]
         self._lock = threading.Lock()
         self._members: dict[tuple[Side, Rank, int], tuple[Member, float]] = {}
         # From the time on: a number of an earlier life of the directory is nobody's in this one.
@@ -117,12 +146,11 @@ class Directory:
             Its generation, for `renew` and `remove`.
 
         Raises:
-            ArgumentError: Its rank is impossible, or its side is there with other sizes.
+            ArgumentError: It is no member, its rank is impossible, or its side is there with other sizes.
         """
+        check_member(member)
         with self._lock:
             self._expire()
-            if not member.place.is_possible:
-                raise ArgumentError(f"place: {member.place} has a rank that its sizes do not hold")
             others = [own for own, _ in self._members.values() if own.side == member.side]
             unlike = next((own for own in others if own.place.sizes != member.place.sizes), None)
             if unlike is not None:
@@ -145,7 +173,11 @@ class Directory:
 
         Returns:
             Whether it is there; False for one that was replaced, removed or is gone: it must register again.
+
+        Raises:
+            ArgumentError: No generation.
         """
+        generation = check_whole("generation", generation)
         with self._lock:
             self._expire()
             for key, (member, _) in self._members.items():
@@ -159,7 +191,11 @@ class Directory:
 
         Returns:
             Whether it was there.
+
+        Raises:
+            ArgumentError: No generation.
         """
+        generation = check_whole("generation", generation)
         with self._lock:
             key = next((key for key, (member, _) in self._members.items() if member.generation == generation), None)
             if key is not None:
@@ -167,7 +203,12 @@ class Directory:
             return key is not None
 
     def members(self, side: Side) -> tuple[Member, ...]:
-        """Those of a side that live, by rank."""
+        """Those of a side that live, by rank.
+
+        Raises:
+            ArgumentError: No side.
+        """
+        check_side(side)
         with self._lock:
             self._expire()
             return tuple(self._members[key][0] for key in sorted(self._members) if key[0] == side)

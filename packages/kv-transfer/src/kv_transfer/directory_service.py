@@ -14,8 +14,8 @@ import pydantic
 import zmq
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from kv_transfer.arguments import check_endpoint, check_listening, check_seconds
-from kv_transfer.directory import Directory, Member, Side, is_whole
+from kv_transfer.arguments import check_endpoint, check_kind, check_listening, check_seconds, check_whole
+from kv_transfer.directory import Directory, Member, Side, check_side, is_whole
 from kv_transfer.errors import ArgumentError, PeerLost, ProtocolError
 from kv_transfer.secret import check_secret, seal_receiver, seal_sender
 
@@ -70,8 +70,7 @@ class DirectoryServer:
         secret: As at the endpoints of the deployment.
 
     Raises:
-        ArgumentError: The secret is too short, or the address is none.
-        ValueError: It cannot be bound.
+        ArgumentError: The secret is too short, the directory is none, or the address is none or cannot be bound.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class DirectoryServer:
         """Listens."""
         check_secret(secret)
         check_listening(bind)
-        self.directory = directory or Directory()
+        self.directory = Directory() if directory is None else check_kind("directory", directory, Directory)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -91,9 +90,11 @@ class DirectoryServer:
         except zmq.ZMQError as error:
             self._socket.close()
             self._context.term()
-            raise ValueError(
-                f"bind: {bind!r} cannot be bound: {error}; nobody could be found; "
-                "use an address of this machine, and a free port or 0"
+            raise ArgumentError(
+                f"bind: {bind!r} cannot be bound: {error}",
+                local=bind,
+                consequence="nobody could be found",
+                remedy="use an address of this machine, and a free port or 0",
             ) from error
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._stop = threading.Event()
@@ -163,19 +164,19 @@ class DirectoryClient:
 
     def register(self, member: Member) -> int:
         """See `Directory.register`."""
-        return self._ask(_Register(member=member)).value
+        return self._ask(_Register(member=check_kind("member", member, Member))).value
 
     def renew(self, generation: int) -> bool:
         """See `Directory.renew`."""
-        return bool(self._ask(_Renew(generation=generation)).value)
+        return bool(self._ask(_Renew(generation=check_whole("generation", generation))).value)
 
     def remove(self, generation: int) -> bool:
         """See `Directory.remove`."""
-        return bool(self._ask(_Remove(generation=generation)).value)
+        return bool(self._ask(_Remove(generation=check_whole("generation", generation))).value)
 
     def members(self, side: Side) -> tuple[Member, ...]:
         """See `Directory.members`."""
-        return self._ask(_List(side=side)).members
+        return self._ask(_List(side=check_side(side))).members
 
     def is_whole(self, side: Side, dp_rank: int = 0) -> bool:
         """See `Directory.is_whole`."""

@@ -17,9 +17,10 @@ import time
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from kv_transfer.arguments import check_items, check_period, check_word
 from kv_transfer.engine import TransferEngine, TransferState, wait_batch
 from kv_transfer.errors import ArgumentError, TransferError
-from kv_transfer.machine import Finding, Setting, effective_settings, findings
+from kv_transfer.machine import Finding, Setting, check_place, effective_settings, findings
 from kv_transfer.messages import PROTOCOL_VERSION
 from kv_transfer.registry import create_engine, engine_names
 
@@ -93,8 +94,16 @@ def examine(
         seconds: Most time for one engine.
         host: Address that ends are to listen on; every address of this machine by default.
         ports: Ports that they are to have there, such as range(7701, 7709); any free one by default.
+
+    Raises:
+        ArgumentError: A name is that of no engine, or the time, the host or the ports are none.
     """
-    names = engine_names() if engines is None else engines
+    known = engine_names()
+    names = (
+        known if engines is None else [check_word("engines", name, known) for name in check_items("engines", engines)]
+    )
+    check_period("seconds", seconds)
+    check_place(host, ports)
     return Report(
         protocol=PROTOCOL_VERSION,
         python=platform.python_version(),

@@ -16,7 +16,8 @@ import kv_planner
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.errors import EngineError
+from kv_transfer.arguments import check_kind, check_limit, check_wait, check_whole
+from kv_transfer.errors import ArgumentError, EngineError
 
 __all__ = [
     "Blocks",
@@ -26,6 +27,7 @@ __all__ = [
     "TransferHandle",
     "TransferState",
     "TransferStatus",
+    "check_batch",
     "wait_batch",
 ]
 
@@ -112,6 +114,27 @@ class EngineCapabilities:
     max_regions: int | None = None
     settles_itself: bool = False
 
+    def __post_init__(self) -> None:
+        """Refuses limits that no batch could keep.
+
+        Raises:
+            ArgumentError: A limit is neither None nor a whole number from 1 on, the alignment is no power of two, or
+                what is true or false is neither.
+        """
+        for field in dataclasses.fields(self):
+            name, value = f"EngineCapabilities.{field.name}", getattr(self, field.name)
+            if isinstance(field.default, bool):
+                check_kind(name, value, bool)
+            elif field.default is None:
+                check_limit(name, value)
+            elif (alignment := check_whole(name, value, least=1)) & (alignment - 1):
+                raise ArgumentError(
+                    f"{name}: expected a power of two, got {value}",
+                    local=value,
+                    consequence="ends of regions could not be rounded to it",
+                    remedy="give the page size of the memory, or 1",
+                )
+
     def planner(self) -> kv_planner.Capabilities:
         """The part that `kv_planner.lower` needs."""
         return kv_planner.Capabilities(
@@ -129,6 +152,7 @@ class EngineCapabilities:
         Raises:
             EngineError: There are too many.
         """
+        check_whole("blocks", blocks)
         limit = self.max_entries_per_batch
         if limit is not None and blocks > limit:
             raise EngineError(
@@ -136,6 +160,35 @@ class EngineCapabilities:
                 local=blocks,
                 remedy="lower the plan with this engine's capabilities",
             )
+
+
+def check_batch(peer: str, batch: Blocks, capabilities: EngineCapabilities) -> None:
+    """Refuses a batch that no engine can be given: a thread of its own would stumble over it.
+
+    Args:
+        peer: Session of the other engine.
+        batch: What is to be written.
+        capabilities: Of the engine.
+
+    Raises:
+        EngineError: The peer is no text, a column is no array of uint64, they are of unequal length, or there are more
+            blocks than the engine takes.
+    """
+    columns = [getattr(batch, name, None) for name in ("source", "destination", "nbytes")]
+    shapes = {own.shape if isinstance(own, np.ndarray) and own.dtype == np.uint64 else None for own in columns}
+    shape = shapes.pop()
+    if not isinstance(peer, str) or shapes or shape is None or len(shape) != 1:
+        given = [
+            f"{own.dtype}{list(own.shape)}" if isinstance(own, np.ndarray) else type(own).__name__ for own in columns
+        ]
+        raise EngineError(
+            f"peer, batch: expected a session and source, destination and nbytes, uint64 of one length, got "
+            f"{type(peer).__name__} and {', '.join(given)}",
+            local=", ".join(given),
+            consequence="nothing was written",
+            remedy="give the peer's session and a batch of kv_planner.lower",
+        )
+    capabilities.check_entries(shape[0])
 
 
 class TransferHandle:
@@ -191,7 +244,11 @@ class TransferHandle:
 
         Returns:
             The status; pending when the time ran out.
+
+        Raises:
+            ArgumentError: The time is none.
         """
+        check_wait("timeout", timeout)
         ended = threading.Event()
         self.notify(ended.set)
         ended.wait(timeout)
@@ -281,7 +338,14 @@ def wait_batch(engine: TransferEngine, handle: TransferHandle, timeout: float | 
 
     Returns:
         The status; pending when the time ran out.
+
+    Raises:
+        ArgumentError: There is no such engine, handle or time.
     """
+    check_kind("handle", handle, TransferHandle)
+    check_wait("timeout", timeout)
+    if not isinstance(getattr(engine, "capabilities", None), EngineCapabilities):
+        check_kind("engine", engine, TransferEngine)  # type: ignore[type-abstract]
     if engine.capabilities.settles_itself:
         return handle.wait(timeout)
     end = None if timeout is None else time.monotonic() + timeout

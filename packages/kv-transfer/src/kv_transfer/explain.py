@@ -16,6 +16,7 @@ from kv_planner.explain import Report as Plan
 from kv_planner.explain import explain as plan
 from pydantic import BaseModel, ConfigDict, Field
 
+from kv_transfer.arguments import check_items, check_kind, check_whole
 from kv_transfer.doctor import EngineReport
 from kv_transfer.groups import MAIN
 from kv_transfer.spans import request_span
@@ -122,9 +123,15 @@ def explain(
         engines: Measured engines; those that do not work are left out.
 
     Raises:
+        ArgumentError: A side, the pages or the engines are none.
         kv_planner.PlanError: A side is not possible by itself.
         ValueError: A side gives its stages twice, or more stages than layers.
     """
+    for argument, given in (("prefill", prefill), ("decode", decode)):
+        if not isinstance(given, Deployment):
+            check_kind(argument, given, Side)
+    pages = check_whole("pages", pages, 2**31 - 1, least=1)
+    engines = [check_kind("engines", own, EngineReport) for own in check_items("engines", engines)]
     sides = [own if isinstance(own, Side) else Side(groups={MAIN: own}) for own in (prefill, decode)]
     differences = list(_differences(*sides))
     found = {}
@@ -151,9 +158,11 @@ def read_side(path: Path) -> Side:
     """A described deployment: that of kv-planner, or `{"groups": {name: deployment}, "windows": {name: tokens}}`.
 
     Raises:
+        ArgumentError: No path.
         OSError: The file cannot be read.
         ValueError: It is not the JSON of a deployment, or its windows are of no group.
     """
+    check_kind("path", path, Path)
     try:
         text = path.read_text(encoding="utf-8")
         known = json.loads(text)

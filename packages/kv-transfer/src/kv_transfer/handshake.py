@@ -11,6 +11,7 @@ from typing import Literal
 
 import kv_planner
 
+from kv_transfer.arguments import check_kind
 from kv_transfer.coverage import Layer
 from kv_transfer.errors import ArgumentError, PeerRefused, ProtocolError, ProtocolVersionError, UnsupportedLayout
 from kv_transfer.faults import is_fault
@@ -53,6 +54,7 @@ class Rank:
     @classmethod
     def at(cls, place: kv_planner.Placement) -> Rank:
         """The rank of a placement."""
+        check_kind("place", place, kv_planner.Placement)
         return cls(place.pp_rank, place.tp_rank, place.dcp_rank, place.dp_rank)
 
     @property

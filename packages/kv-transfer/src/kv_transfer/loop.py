@@ -31,6 +31,11 @@ POLL_SECONDS = 0.001
 """Between two looks at what does not say by itself that it changed."""
 
 
+def _milliseconds(seconds: float) -> int:
+    """As ZeroMQ counts them: in 32 bits."""
+    return min(int(seconds * 1000), 2**31 - 1)
+
+
 class Endpoint(abc.ABC):
     """A thread, its sockets and the lock around the core.
 
@@ -86,9 +91,9 @@ class Endpoint(abc.ABC):
     def _open_socket(self, kind: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         control = context.socket(kind)
-        control.setsockopt(zmq.LINGER, int(self._timeouts.heartbeat_interval * 1000))
+        control.setsockopt(zmq.LINGER, _milliseconds(self._timeouts.heartbeat_interval))
         control.setsockopt(zmq.MAXMSGSIZE, self._limits.message_bytes)
-        control.setsockopt(zmq.HANDSHAKE_IVL, int(self._timeouts.handshake * 1000))
+        control.setsockopt(zmq.HANDSHAKE_IVL, _milliseconds(self._timeouts.handshake))
         return context, control
 
     def _require_running(self) -> None:

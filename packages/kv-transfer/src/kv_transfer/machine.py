@@ -17,9 +17,10 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from kv_transfer.arguments import check_kind, check_text, check_whole
 from kv_transfer.isolation import current_isolation
 
-__all__ = ["Finding", "Setting", "addresses", "effective_settings", "findings"]
+__all__ = ["Finding", "Setting", "addresses", "check_place", "effective_settings", "findings"]
 
 _SHARED_MEMORY: Final = "/dev/shm"
 _PREFIXES: Final = ("MC_", "UCX_", "NIXL_", "MEMFABRIC_", "ASCEND_", "HCCL_")
@@ -76,8 +77,24 @@ def findings(host: str | None = None, ports: range = range(0)) -> tuple[Finding,
     Args:
         host: Address that ends are to listen on; every address of this machine by default.
         ports: Ports that they are to have there; any free one by default.
+
+    Raises:
+        ArgumentError: The host is no text, or the ports are no range within 1 to 65535.
     """
+    check_place(host, ports)
     return (_isolation(), *_ports(host, ports), _name(), *_limits(), *_versions(), *_variables(os.environ))
+
+
+def check_place(host: str | None, ports: range) -> None:
+    """Refuses a host or ports that no socket could be asked for.
+
+    Raises:
+        ArgumentError: The host is no text, or the ports are no range within 1 to 65535.
+    """
+    if host is not None:
+        check_text("host", host)
+    for port in check_kind("ports", ports, range)[:: max(1, len(ports) - 1)]:
+        check_whole("ports", port, 65_535, least=1)
 
 
 def addresses() -> dict[str, str]:
@@ -94,9 +111,16 @@ def addresses() -> dict[str, str]:
 
 
 def effective_settings(environment: Mapping[str, str]) -> dict[str, Setting]:
-    """Variables that engines read: those that are set, and defaults that count otherwise."""
+    """Variables that engines read: those that are set, and defaults that count otherwise.
+
+    Raises:
+        ArgumentError: The environment is no mapping of texts.
+    """
+    check_kind("environment", environment, Mapping)  # type: ignore[type-abstract]
     found = {name: Setting(value=value, origin=f"default ({where})") for name, (value, where) in _DEFAULTS.items()}
     for name, value in environment.items():
+        check_kind("environment", name, str)
+        check_kind(f"environment[{name!r}]", value, str)
         if name.startswith(_PREFIXES):
             hidden = any(word in name for word in _SECRET_WORDS)
             found[name] = Setting(value="(not shown)" if hidden else value, origin="set here")

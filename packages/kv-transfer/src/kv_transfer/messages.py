@@ -7,15 +7,15 @@ or raises a `ProtocolError`. What a message means is decided in the cores, not h
 from __future__ import annotations
 
 import enum
-import json
 from typing import Annotated, Final, Literal, TypeAlias, TypeVar
 
 import kv_planner
 import pydantic
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, StringConstraints, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
 
 from kv_transfer.config import Limits
 from kv_transfer.errors import MessageTooLarge, ProtocolError, ProtocolVersionError
+from kv_transfer.json_words import Metadata, Text
 
 __all__ = [
     "PROTOCOL_VERSION",
@@ -49,7 +49,6 @@ SESSION_CHARACTERS: Final = 1 << 20
 
 _Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 _Session = Annotated[str, StringConstraints(min_length=1, max_length=SESSION_CHARACTERS)]
-_Text = Annotated[str, StringConstraints(max_length=65_536)]
 _Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 _Generation = Annotated[int, Field(ge=1, le=2**63 - 1)]
 _Width = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -62,12 +61,6 @@ _Groups = Annotated[dict[_Name, _Group], Field(max_length=64)]
 
 Policy: TypeAlias = Literal["fail", "retry", "recompute"]
 """What follows from pages that an engine could not move: the end of the room, another try, or a report of them."""
-
-
-def _finite(metadata: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Refuses NaN and infinities, which JSON has no words for."""
-    json.dumps(metadata, allow_nan=False)
-    return metadata
 
 
 class RefusalCode(str, enum.Enum):
@@ -102,11 +95,11 @@ class DifferenceRecord(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    field: _Text
-    local: _Text
-    remote: _Text
-    consequence: _Text
-    remedy: _Text
+    field: Text
+    local: Text
+    remote: Text
+    consequence: Text
+    remedy: Text
 
     def swapped(self) -> DifferenceRecord:
         """The same difference, seen from the other side."""
@@ -226,7 +219,7 @@ class Refusal(_Message):
 
     type: Literal["refusal"] = "refusal"
     code: RefusalCode = Field(strict=False)
-    reason: _Text
+    reason: Text
     differences: tuple[DifferenceRecord, ...] = Field(default=(), strict=False)
 
 
@@ -277,7 +270,7 @@ class Done(_Message):
     nbytes: _Count
     blocks: _Count
     groups: _Groups[GroupDone]
-    metadata: Annotated[dict[str, JsonValue], AfterValidator(_finite)]
+    metadata: Metadata
     rows: dict[_Name, str] = {}
 
 
@@ -287,7 +280,7 @@ class Aborted(_Message):
     type: Literal["aborted"] = "aborted"
     room: _Count
     generation: _Generation
-    reason: _Text
+    reason: Text
 
 
 class Accepted(_Message):
@@ -304,7 +297,7 @@ class Abort(_Message):
     type: Literal["abort"] = "abort"
     room: _Count
     generation: _Generation
-    reason: _Text
+    reason: Text
 
 
 class Heartbeat(_Message):
@@ -317,7 +310,7 @@ class Bye(_Message):
     """I take this conversation for ended."""
 
     type: Literal["bye"] = "bye"
-    reason: _Text
+    reason: Text
 
 
 Message = Annotated[

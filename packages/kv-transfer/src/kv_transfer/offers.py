@@ -73,7 +73,7 @@ def make_offers(
     Raises:
         ArgumentError: A number that is none, out of range, or missing.
         kv_planner.PlanError: Reserved, negative or doubled pages.
-        ValueError: Pages outside the pool, or not as many as the tokens need.
+        ArgumentError: Pages outside the pool, or not as many as the tokens need.
     """
     lists = {}
     for name, given in by_group("destination_pages", pages, groups).items():
@@ -143,20 +143,27 @@ def _check_pages(
     name = f"destination_pages: {groups.label(group.name)}"
     needed = kv_planner.page_count(tokens, page_size)
     if size > 1 and span.places != len(pages):
-        raise ValueError(
+        raise ArgumentError(
             f"{name}{tokens} tokens from page {span.first} on need {span.places} pages on each of {size} "
-            f"context-parallel ranks, got {len(pages)}; pages would be missing or left undefined; give one page for "
-            f"every {size} pages of the request, rounded up"
+            f"context-parallel ranks, got {len(pages)}",
+            local=len(pages),
+            consequence="pages would be missing or left undefined",
+            remedy=f"give one page for every {size} pages of the request, rounded up",
         )
     if size == 1 and needed != span.first + len(pages):
         window = f", of which {span.places} hold the last {group.window} tokens" if group.window is not None else ""
-        raise ValueError(
+        raise ArgumentError(
             f"{name}{tokens} tokens need {needed} pages of {page_size}{window}, got {len(pages)} from "
-            f"page {span.first} on; pages would be missing or left undefined; give as many as Receiver.spans says"
+            f"page {span.first} on",
+            local=len(pages),
+            consequence="pages would be missing or left undefined",
+            remedy="give as many as Receiver.spans says",
         )
     items = group.items("page", parts)
     if pages and max(pages) >= items and "page" in group.kinds(parts):
-        raise ValueError(
-            f"{name}page {max(pages)} is outside the pool of {items} pages; nothing was offered; "
-            f"use pages of this rank's allocator"
+        raise ArgumentError(
+            f"{name}page {max(pages)} is outside the pool of {items} pages",
+            local=max(pages),
+            consequence="nothing was offered",
+            remedy="use pages of this rank's allocator",
         )

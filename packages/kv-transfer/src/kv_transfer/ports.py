@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import kv_planner
 
-from kv_transfer.arguments import check_whole
+from kv_transfer.arguments import check_kind, check_whole
 from kv_transfer.errors import ArgumentError
 
 __all__ = ["rank_port"]
@@ -26,7 +26,7 @@ def rank_port(base: int, placement: kv_planner.Placement) -> int:
         ArgumentError: The deployment reaches past the last port.
     """
     base = check_whole("base", base, _TOP)
-    place = placement
+    place = check_kind("placement", placement, kv_planner.Placement)
     size = place.dp_size * place.pp_size * place.dcp_size * place.tp_size
     if base == 0 or base + size - 1 > _TOP:
         raise ArgumentError(

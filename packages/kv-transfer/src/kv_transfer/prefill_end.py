@@ -13,7 +13,7 @@ from types import TracebackType
 
 import kv_planner
 
-from kv_transfer.arguments import check_period, check_seconds
+from kv_transfer.arguments import check_period, check_seconds, check_whole
 from kv_transfer.aux_rows import AuxField
 from kv_transfer.config import Limits, Timeouts
 from kv_transfer.directory import Member, Place
@@ -22,7 +22,7 @@ from kv_transfer.engine import TransferEngine
 from kv_transfer.errors import SessionStateError, TransferTimeout
 from kv_transfer.groups import Manifests
 from kv_transfer.handshake import Rank
-from kv_transfer.registration import Finder, Registration
+from kv_transfer.registration import Finder, Registration, check_directory
 from kv_transfer.sender import Sender
 from kv_transfer.terms import ALL_PARTS
 
@@ -102,7 +102,7 @@ class PrefillEnd:
     ) -> None:
         """Registers; senders come as decode ranks are found."""
         self._every = check_period("every", every)
-        self._directory = directory
+        self._directory = check_directory(directory)
         own = EndArguments.of(manifest, engine, windows, parts, aux, timeouts, limits, secret)
         self._timeouts = own.timeouts
         self._make_sender = partial(
@@ -145,7 +145,12 @@ class PrefillEnd:
             return tuple(link.sender for _, link in sorted(self._links.items()) if link.sender.is_ready)
 
     def group(self, dp_rank: int = 0) -> tuple[Sender, ...]:
-        """Senders to all decode ranks of a data-parallel group, for `SenderGroup`; empty while one is missing."""
+        """Senders to all decode ranks of a data-parallel group, for `SenderGroup`; empty while one is missing.
+
+        Raises:
+            ArgumentError: No group.
+        """
+        dp_rank = check_whole("dp_rank", dp_rank)
         with self._lock:
             links = [link for rank, link in sorted(self._links.items()) if rank.dp == dp_rank]
         whole = bool(links) and len(links) == links[0].member.place.group_size

@@ -11,9 +11,12 @@ from typing import Protocol, runtime_checkable
 
 import kv_planner
 
-from kv_transfer.arguments import check_whole
+from kv_transfer.arguments import check_items, check_kind, check_seconds, check_whole, check_word
+from kv_transfer.errors import ArgumentError
 
 __all__ = ["LayerMarks", "NotifyingReady", "Ready"]
+
+_PARTS = ("target", "draft")
 
 
 @runtime_checkable
@@ -55,10 +58,12 @@ class LayerMarks:
         """Says that layers are computed.
 
         Raises:
-            ArgumentError: No layer ids: the layers would never leave.
+            ArgumentError: No layer ids, or no part: the layers would never leave.
         """
-        given = layer_ids if isinstance(layer_ids, Iterable) else [layer_ids]
+        several = isinstance(layer_ids, Iterable) and not isinstance(layer_ids, str | bytes)
+        given = check_items("layer_ids", layer_ids) if several else (layer_ids,)  # type: ignore[arg-type]
         ids = [check_whole("layer_ids", layer_id, 2**31 - 1) for layer_id in given]
+        check_word("part", part, _PARTS)
         with self._changed:
             self._marked.update((part, layer_id) for layer_id in ids)
             self._changed.notify_all()
@@ -68,15 +73,28 @@ class LayerMarks:
 
     def subscribe(self, wake: Callable[[], None]) -> None:
         """See `NotifyingReady.subscribe`."""
+        check_kind("wake", wake, Callable)  # type: ignore[arg-type]
         with self._changed:
             self._wakes.add(wake)
 
     def query(self, part: kv_planner.Part, layer_id: int) -> bool:
         """See `Ready.query`."""
         with self._changed:
-            return (part, layer_id) in self._marked
+            return self._is_marked(part, layer_id)
 
     def wait(self, part: kv_planner.Part, layer_id: int, seconds: float) -> bool:
         """See `Ready.wait`."""
+        check_seconds("seconds", seconds)
         with self._changed:
-            return self._changed.wait_for(lambda: (part, layer_id) in self._marked, seconds)
+            return self._changed.wait_for(lambda: self._is_marked(part, layer_id), seconds)
+
+    def _is_marked(self, part: kv_planner.Part, layer_id: int) -> bool:
+        try:
+            return (part, layer_id) in self._marked
+        except TypeError:  # a list, for example; asked for each layer, so that nothing is looked at beforehand
+            raise ArgumentError(
+                f"part, layer_id: expected a part and a whole number, got {part!r:.80} and {layer_id!r:.80}",
+                local=f"{type(part).__name__}, {type(layer_id).__name__}",
+                consequence="no such layer will ever be computed",
+                remedy='ask for "target" or "draft" and a layer id',
+            ) from None

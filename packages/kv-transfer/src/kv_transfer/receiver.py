@@ -97,8 +97,7 @@ class Receiver(Endpoint):
     ) -> None:
         """Registers the memory and listens."""
         own = EndArguments.of(manifest, engine, windows, parts, aux, timeouts, limits, secret)
-        if check_whole("prefill_ranks", prefill_ranks, 2**31 - 1) < 1:
-            raise ArgumentError(f"prefill_ranks: expected at least 1, got {prefill_ranks}", local=prefill_ranks)
+        prefill_ranks = check_whole("prefill_ranks", prefill_ranks, 2**31 - 1, least=1)
         group = check_whole("prefill_dp_rank", prefill_dp_rank, 2**31 - 1)
         check_word("interleave", interleave, get_args(Interleave))
         self._policy = check_word("on_failed_pages", on_failed_pages, get_args(Policy))
@@ -121,9 +120,11 @@ class Receiver(Endpoint):
                     engine.unregister(address)
             if not isinstance(error, zmq.ZMQError):
                 raise
-            raise ValueError(
-                f"bind: {bind!r} cannot be bound: {error}; no peer could connect; "
-                "use an address of this machine, and a free port, or 0 for any"
+            raise ArgumentError(
+                f"bind: {bind!r} cannot be bound: {error}",
+                local=bind,
+                consequence="no peer could connect",
+                remedy="use an address of this machine, and a free port, or 0 for any",
             ) from error
 
     @property

@@ -6,6 +6,7 @@ Pure bookkeeping over integers with its own lock; it never touches the memory.
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from collections.abc import Iterable
 
@@ -19,6 +20,25 @@ from kv_transfer.errors import RegionError
 __all__ = ["RegionTable", "check_region_count", "plan_regions", "register_buffers", "register_manifests"]
 
 _TOP = 1 << 64
+
+
+def _number(name: str, value: object) -> int:
+    """The whole number `value`, of any size.
+
+    Raises:
+        RegionError: It is none.
+    """
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise RegionError(
+        f"{name}: expected a whole number, got {value!r:.80}",
+        local=type(value).__name__,
+        consequence="nothing was registered, or unregistered",
+        remedy="give the data pointer and the bytes of a buffer as int",
+    )
 
 
 class RegionTable:
@@ -47,6 +67,7 @@ class RegionTable:
         Raises:
             RegionError: Empty, out of the 64-bit range, or it overlaps another range without being equal to it.
         """
+        address, nbytes = _number("address", address), _number("nbytes", nbytes)
         if nbytes <= 0 or address <= 0 or address + nbytes > _TOP - 1:
             raise RegionError(
                 f"region of {nbytes} bytes at {address:#x} is empty or outside the address space",
@@ -80,6 +101,7 @@ class RegionTable:
             RegionError: No range starts at `address`.
         """
         with self.lock:
+            address = _number("address", address)
             known = self._regions.get(address)
             if known is None:
                 raise RegionError(

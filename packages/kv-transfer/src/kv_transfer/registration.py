@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from kv_transfer.arguments import check_period
+from kv_transfer.arguments import check_kind, check_period
 from kv_transfer.directory import Member, Side
 
-__all__ = ["Finder", "Registration"]
+__all__ = ["Finder", "Registration", "check_directory"]
 
 
+@runtime_checkable
 class Finder(Protocol):
     """What ends need of a directory; `Directory` and `DirectoryClient` are ones."""
 
@@ -32,6 +33,15 @@ class Finder(Protocol):
         """See `Directory.members`."""
 
 
+def check_directory(directory: Finder) -> Finder:
+    """The directory itself.
+
+    Raises:
+        ArgumentError: It has not the calls of one.
+    """
+    return check_kind("directory", directory, Finder)  # type: ignore[type-abstract]
+
+
 class Registration:
     """Keeps a member in a directory until `close`.
 
@@ -42,14 +52,14 @@ class Registration:
 
     Raises:
         PeerLost: The directory does not answer.
-        ArgumentError: It refused the member, or `every` is no number of seconds above 0.
+        ArgumentError: It refused the member, it or the member is none, or `every` is no number of seconds above 0.
     """
 
     def __init__(self, directory: Finder, member: Member, *, every: float = 5.0) -> None:
         """Registers, and starts to renew."""
         self._every = check_period("every", every)
-        self._directory = directory
-        self._member = member
+        self._directory = check_directory(directory)
+        self._member = check_kind("member", member, Member)
         self._generation = directory.register(member)
         self._problem: Exception | None = None
         self._closed = threading.Event()

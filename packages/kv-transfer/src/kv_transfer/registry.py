@@ -10,6 +10,7 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping
 
+from kv_transfer.arguments import check_text
 from kv_transfer.engine import TransferEngine
 from kv_transfer.engine_check import require_engine
 from kv_transfer.errors import ArgumentError, EngineError, EngineUnavailable
@@ -39,15 +40,26 @@ def register_engine(name: str, factory: str) -> None:
         factory: Import string "module:callable" of something that returns a `TransferEngine`.
 
     Raises:
-        ValueError: The name is taken by another factory, or the import string has no colon.
+        ArgumentError: The name is no text or is taken by another factory, or the import string has no colon.
     """
-    module, colon, attribute = factory.partition(":")
+    check_text("name", name)
+    module, colon, attribute = check_text("factory", factory).partition(":")
     if not (module and colon and attribute):
-        raise ValueError(f"factory: expected 'module:callable', got {factory!r}")
+        raise ArgumentError(
+            f"factory: expected 'module:callable', got {factory!r}",
+            local=factory,
+            consequence="no engine was added",
+            remedy="name a module, and what it has to be called in it",
+        )
     with _LOCK:
         known = _FACTORIES.setdefault(name, factory)
     if known != factory:
-        raise ValueError(f"engine name {name!r} is taken by {known!r}, cannot become {factory!r}; choose another name")
+        raise ArgumentError(
+            f"engine name {name!r} is taken by {known!r}, cannot become {factory!r}",
+            local=name,
+            consequence="it stays what it was",
+            remedy="choose another name",
+        )
 
 
 def create_engine(name: str, **options: object) -> TransferEngine:
@@ -58,11 +70,13 @@ def create_engine(name: str, **options: object) -> TransferEngine:
         **options: Passed to the engine's class.
 
     Raises:
-        ArgumentError: An option that the engine does not take, or one that it needs and was not given.
+        ArgumentError: The name is no text; an option that the engine does not take, or one that it needs and was not
+            given.
         EngineError: No engine has this name, or the factory returned something that is no `TransferEngine` of this
             version.
         EngineUnavailable: Its factory cannot be imported, or its library cannot be loaded here.
     """
+    check_text("name", name)
     with _LOCK:
         factory = _FACTORIES.get(name)
     if factory is None:

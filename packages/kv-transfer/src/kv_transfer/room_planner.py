@@ -6,7 +6,7 @@ Pure; what a chunk of one group is, is in `chunks`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import kv_planner
 import numpy as np
@@ -24,6 +24,8 @@ from kv_transfer.ready import Ready
 from kv_transfer.spans import Interleave, Span, request_span
 
 __all__ = ["PageLists", "RoomPlanner", "by_group", "check_offer", "page_array"]
+
+_Key = TypeVar("_Key", str, int, kv_planner.Part)
 
 PageLists: TypeAlias = npt.ArrayLike | Mapping[str, npt.ArrayLike]
 """Page ids of the only group that has pages, or of each group by name. Shape: [n]; dtype int32 or int64."""
@@ -167,7 +169,7 @@ class RoomPlanner:
             ArgumentError: No such group, one list for several, or no start that is a whole number.
             CoverageError: It reaches past the offered pages.
             kv_planner.PlanError: Pages that cannot be paired.
-            ValueError: A layer or part that this rank's route does not hold, or pages that are no 1-D array.
+            ArgumentError: A layer or part that this rank's route does not hold, or pages that are no 1-D array.
         """
         given = by_group("source_pages", source_pages, self._groups)
         if isinstance(start, Mapping) and not given.keys() <= start.keys():
@@ -193,9 +195,8 @@ class RoomPlanner:
         """The request's row of states, of each group that has states.
 
         Raises:
-            ArgumentError: No such group.
+            ArgumentError: No such group, no number of a row, or a layer or part without states on this rank's route.
             kv_planner.PlanError: A row that cannot be paired.
-            ValueError: A layer or part without states on this rank's route.
         """
         states = {name: own.summary.states for name, own in self._planners.items()}
         if isinstance(source_row, Mapping):
@@ -203,7 +204,8 @@ class RoomPlanner:
             states = {name: states[name] for name in source_row}
         layers = self._select(states, layer_ids, parts)
         rows = source_row if isinstance(source_row, Mapping) else dict.fromkeys(states, source_row)
-        found = (self._planners[name].row(row, layers[name], ready) for name, row in rows.items())
+        numbers = {name: check_whole("source_row", row, 2**31 - 1) for name, row in rows.items()}
+        found = (self._planners[name].row(row, layers[name], ready) for name, row in numbers.items())
         return tuple(chunk for chunk in found if chunk is not None)
 
     def _select(
@@ -215,24 +217,26 @@ class RoomPlanner:
         """Of each group, the layers that are asked for; what none of them has is refused."""
         chosen = dict(layers)
         if parts is not None:
-            wanted_parts, known_parts = (
-                set(check_items("parts", parts)),
-                {part for own in layers.values() for part, _ in own},
-            )
-            if self.offer is not None and not wanted_parts <= known_parts:
-                raise ValueError(
-                    f"parts: {sorted(wanted_parts - known_parts)} are not on this rank's route, which has "
-                    f"{sorted(known_parts)}"
-                )
+            wanted_parts = self._known("parts", parts, {part for own in layers.values() for part, _ in own})
             chosen = {name: tuple(own for own in held if own[0] in wanted_parts) for name, held in chosen.items()}
         if layer_ids is not None:
-            wanted, known = (
-                set(check_items("layer_ids", layer_ids)),
-                {layer for own in chosen.values() for _, layer in own},
-            )
-            if self.offer is not None and not wanted <= known:
-                raise ValueError(
-                    f"layer_ids: {sorted(wanted - known)} are not on this rank's route, which has {sorted(known)}"
-                )
+            wanted = self._known("layer_ids", layer_ids, {layer for own in chosen.values() for _, layer in own})
             chosen = {name: tuple(own for own in held if own[1] in wanted) for name, held in chosen.items()}
         return chosen
+
+    def _known(self, name: str, given: Iterable[_Key], known: set[_Key]) -> set[_Key]:
+        """What was given, as a set; a rank that sends nothing knows nothing and takes all."""
+        items = check_items(name, given)
+        try:
+            wanted = set(items)
+        except TypeError:  # lists of lists
+            wanted = None
+        if wanted is None or bool in map(type, items) or (self.offer is not None and not wanted <= known):
+            strange = [item for item in items if type(item) not in (str, int) or item not in known]
+            raise ArgumentError(
+                f"{name}: {strange[:16]!r:.200} are not on this rank's route, which has {sorted(known)}",
+                local=str(strange)[:200],
+                consequence="nothing was sent",
+                remedy=f"leave {name} out for all of them",
+            )
+        return wanted

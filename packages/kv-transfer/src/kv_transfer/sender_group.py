@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import JsonValue
 
-from kv_transfer.arguments import check_items, check_seconds, check_whole
-from kv_transfer.errors import TransferError, TransferTimeout
+from kv_transfer.arguments import check_items, check_kind, check_seconds, check_wait, check_whole
+from kv_transfer.errors import ArgumentError, TransferError, TransferTimeout
 from kv_transfer.ready import Ready
-from kv_transfer.room_planner import PageLists
+from kv_transfer.room_planner import PageLists, page_array
 from kv_transfer.sender import Sender
 from kv_transfer.sender_session import SenderSession
 
@@ -34,18 +34,20 @@ class SenderGroup:
         senders: One a decode rank, connected; they stay the caller's.
 
     Raises:
-        ValueError: There are none, or they are of several prefill ranks.
+        ArgumentError: There are none, they are of several prefill ranks, or one is no sender.
     """
 
     def __init__(self, senders: Sequence[Sender]) -> None:
         """Takes the senders."""
-        ranks = {sender.rank for sender in senders}
+        self._senders = tuple(check_kind("senders", sender, Sender) for sender in check_items("senders", senders))
+        ranks = {sender.rank for sender in self._senders}
         if len(ranks) != 1:
-            raise ValueError(
-                f"senders: expected those of one prefill rank, got {sorted(map(str, ranks)) or 'none'}; their pages "
-                f"are of different pools; make one group a rank"
+            raise ArgumentError(
+                f"senders: expected those of one prefill rank, got {sorted(map(str, ranks)) or 'none'}",
+                local=", ".join(sorted(map(str, ranks))),
+                consequence="their pages are of different pools",
+                remedy="make one group a rank",
             )
-        self._senders = tuple(senders)
 
     def open(self, room: int, *, timeout: float | None = None) -> GroupSession:
         """Waits for the pages of every decode rank; those that need nothing of this rank are not waited for.
@@ -129,6 +131,8 @@ class GroupSession:
         timeout: float | None = None,
     ) -> None:
         """As `SenderSession.finish`, to every reader; where it is refused, all rooms stay open."""
+        check_wait("timeout", timeout)
+        check_kind("wait", wait, bool)
         for own in self.sessions:
             self._or_abort(own.check_finish, metadata, rows=rows)
         for own in self.sessions:
@@ -172,17 +176,17 @@ class GroupSession:
 def _behind_prefix(
     session: SenderSession, given: PageLists, start: int | Mapping[str, int]
 ) -> tuple[PageLists, int | Mapping[str, int]]:
-    """Without the pages that a reader has by a prefix hit; what is no list of pages is left for `send` to refuse."""
+    """Without the pages that a reader has by a prefix hit."""
     lists: dict[str, npt.NDArray[np.generic]] = {}
     begins: dict[str, int] = {}
     for name, pages in (given if isinstance(given, Mapping) else dict.fromkeys(session.spans, given)).items():
-        lists[name], span = np.asarray(pages), session.spans.get(name)
+        lists[name], span = page_array("source_pages", pages), session.spans.get(name)
         begin = start.get(name) if isinstance(start, Mapping) else start
         if begin is None:
             continue
         begin = check_whole("start", begin, 2**63 - 1)
         skipped = 0
-        if span is not None and span.pages and lists[name].ndim == 1:
+        if span is not None and span.pages:
             skipped = min(max(0, span.first - begin), len(lists[name]))
             lists[name] = lists[name][skipped:]
         begins[name] = begin + skipped

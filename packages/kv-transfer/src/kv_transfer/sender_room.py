@@ -197,7 +197,7 @@ class SenderRoom:
         for table in self._coverage.values():
             table.check_complete()
         check_kind("metadata", metadata, Mapping)  # type: ignore[type-abstract]
-        packed = pack(self._aux, rows or {})
+        packed = pack(self._aux, {} if rows is None else rows)
         try:
             encode(self._done(metadata, packed, _MOST, _MOST), self._limits)
         except pydantic.ValidationError as error:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import kv_planner
 from pydantic import JsonValue
 
-from kv_transfer.arguments import check_seconds
+from kv_transfer.arguments import check_items, check_kind, check_seconds, check_wait
 from kv_transfer.chunks import Chunk, Step
 from kv_transfer.errors import TransferAborted, TransferError, TransferTimeout
 from kv_transfer.loop import Endpoint
@@ -124,6 +124,7 @@ class SenderSession:
         ready: Ready | None = None,
     ) -> tuple[Chunk, ...]:
         """What `send` would hand to the engine, for `take`; arguments and errors are those of `send`."""
+        _check_ready(ready)
         chunks = self._room.planner.chunk(source_pages, start, layer_ids, parts, ready)
         with self._sender.lock:
             self._room.check_send(chunks)
@@ -150,6 +151,7 @@ class SenderSession:
             kv_planner.PlanError: The row is not valid. Nothing is sent.
             TransferError: The room has ended badly; the error says why.
         """
+        _check_ready(ready)
         self.take(self._room.planner.row(source_row, layer_ids, parts, ready))
 
     def finish(
@@ -176,6 +178,8 @@ class SenderSession:
             ProtocolError: The metadata is too long or not made of JSON values; the room stays open.
             TransferError: The room ended badly.
         """
+        check_wait("timeout", timeout)
+        check_kind("wait", wait, bool)
         with self._sender.lock:
             self._room.finish({} if metadata is None else metadata, time.monotonic(), rows)
             self._sender.wake()
@@ -213,9 +217,11 @@ class SenderSession:
         """Hands what was planned to the engine.
 
         Raises:
+            ArgumentError: They are no chunks of `plan`.
             CoverageError: A (layer, page) was sent meanwhile. Nothing is sent.
             TransferError: The room has ended badly.
         """
+        chunks = [check_kind("chunks", chunk, Chunk) for chunk in check_items("chunks", chunks)]
         with self._sender.lock:
             self._room.send(chunks, time.monotonic())
             self._sender.wake()
@@ -243,3 +249,13 @@ class SenderSession:
             name = self._room.name
             self._room.fail(TransferAborted(f"{name} was aborted here: {reason}", reason=reason, by="local"))
             self._sender.wake()
+
+
+def _check_ready(ready: Ready | None) -> None:
+    """Refuses what cannot be asked, before the room would fail by it.
+
+    Raises:
+        ArgumentError: It is neither None nor a `Ready`.
+    """
+    if ready is not None:
+        check_kind("ready", ready, Ready)  # type: ignore[type-abstract]

@@ -23,12 +23,14 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kv_transfer.arguments import check_whole
 from kv_transfer.errors import EngineError, RegionError
 
 __all__ = ["Board", "PeerBoard", "SharedArena"]
 
 _FOLDER: Final = Path("/dev/shm")
 _PREFIX: Final = "kv-transfer-"
+_TOP: Final = 2**64 - 1
 _HEADER: Final = 16  # bytes: a version that changes with the table, then the length of the table
 _WRITER_SECONDS: Final = 5.0
 
@@ -78,13 +80,13 @@ class SharedArena:
         nbytes: Size.
 
     Raises:
+        ArgumentError: No size.
         EngineError: There is not so much shared memory; the size is named.
     """
 
     def __init__(self, nbytes: int) -> None:
         """Allocates; all bytes are zero."""
-        if nbytes < 1:
-            raise EngineError(f"nbytes: expected at least 1, got {nbytes}", local=nbytes)
+        nbytes = check_whole("nbytes", nbytes, least=1)
         self._path, descriptor = _create()
         self.nbytes = nbytes
         try:
@@ -112,6 +114,7 @@ class SharedArena:
 
     def holds(self, address: int, nbytes: int) -> bool:
         """Whether a range lies inside."""
+        address, nbytes = check_whole("address", address, _TOP), check_whole("nbytes", nbytes, _TOP)
         return self.address <= address and address + nbytes <= self.address + self.nbytes
 
     @property

@@ -13,7 +13,7 @@ import kv_planner
 
 from kv_transfer.aux_rows import AuxField, check_fields
 from kv_transfer.engine import TransferEngine
-from kv_transfer.errors import PeerRefused
+from kv_transfer.errors import ArgumentError, PeerRefused
 from kv_transfer.groups import Groups
 from kv_transfer.messages import DifferenceRecord, GroupManifest, Hello, RefusalCode, Welcome
 from kv_transfer.process import process_name
@@ -29,16 +29,18 @@ def check_parts(parts: Iterable[kv_planner.Part]) -> tuple[kv_planner.Part, ...]
     """The parts without repetitions, in the order of `ALL_PARTS`.
 
     Raises:
-        ValueError: None is named, or one that there is not.
+        ArgumentError: None is named, or one that there is not.
     """
     try:
         given = () if isinstance(parts, str) else tuple(parts)
     except TypeError:
         given = ()
-    if not given or not all(part in ALL_PARTS for part in given):
-        raise ValueError(
-            f"parts: expected some of {list(ALL_PARTS)}, got {parts!r}; it would be unknown what is sent; "
-            f"use ['target'] for a transfer without the draft"
+    if not given or not all(isinstance(part, str) and part in ALL_PARTS for part in given):
+        raise ArgumentError(
+            f"parts: expected some of {list(ALL_PARTS)}, got {parts!r:.200}",
+            local=str(parts)[:200],
+            consequence="it would be unknown what is sent",
+            remedy="use ['target'] for a transfer without the draft",
         )
     return tuple(part for part in ALL_PARTS if part in given)
 
@@ -71,8 +73,7 @@ class Terms:
         """The terms of an end of this process.
 
         Raises:
-            ArgumentError: Two auxiliary rows have one name.
-            ValueError: The parts are none.
+            ArgumentError: Two auxiliary rows have one name, or the parts are none.
         """
         process = "" if engine.capabilities.cross_process else process_name()
         return cls(engine.name, engine.session, process, check_parts(parts), check_fields(aux))

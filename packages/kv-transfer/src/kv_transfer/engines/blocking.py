@@ -11,7 +11,16 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from kv_transfer.engine import DONE, Blocks, EngineCapabilities, TransferHandle, TransferState, TransferStatus
+from kv_transfer.arguments import check_kind, check_whole
+from kv_transfer.engine import (
+    DONE,
+    Blocks,
+    EngineCapabilities,
+    TransferHandle,
+    TransferState,
+    TransferStatus,
+    check_batch,
+)
 from kv_transfer.errors import EngineError
 from kv_transfer.regions import RegionTable, check_region_count
 
@@ -22,11 +31,9 @@ def check_workers(workers: int) -> int:
     """The number of worker threads.
 
     Raises:
-        ValueError: Less than one.
+        ArgumentError: None, or less than one.
     """
-    if workers < 1:
-        raise ValueError(f"workers: expected at least 1, got {workers}")
-    return workers
+    return check_whole("workers", workers, 1024, least=1)
 
 
 class _Handle(TransferHandle):
@@ -148,7 +155,7 @@ class BlockingEngine(abc.ABC):
     def submit(self, peer: str, batch: Blocks) -> TransferHandle:
         """See `TransferEngine.submit`."""
         self._refuse_closed()
-        self._capabilities.check_entries(len(batch.nbytes))
+        check_batch(peer, batch, self._capabilities)
         self._regions.check(batch.source, batch.nbytes, "source")
         handle = _Handle(peer, batch)
         with self._lock:
@@ -158,7 +165,7 @@ class BlockingEngine(abc.ABC):
 
     def poll(self, handle: TransferHandle) -> TransferStatus:
         """See `TransferEngine.poll`."""
-        return handle.status
+        return check_kind("handle", handle, TransferHandle).status
 
     def cancel(self, handle: TransferHandle) -> None:
         """Ends a batch that waits. One that runs ends by itself, at the latest after the library's time-out."""

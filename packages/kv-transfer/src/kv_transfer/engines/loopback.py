@@ -12,7 +12,16 @@ import os
 import threading
 import weakref
 
-from kv_transfer.engine import DONE, Blocks, EngineCapabilities, TransferHandle, TransferState, TransferStatus
+from kv_transfer.arguments import check_kind, check_limit
+from kv_transfer.engine import (
+    DONE,
+    Blocks,
+    EngineCapabilities,
+    TransferHandle,
+    TransferState,
+    TransferStatus,
+    check_batch,
+)
 from kv_transfer.errors import EngineError, RegionError
 from kv_transfer.process import process_name
 from kv_transfer.regions import RegionTable
@@ -42,6 +51,10 @@ class LoopbackEngine:
         blocks_per_poll: Blocks that one `poll` moves; None moves the whole batch.
         max_entries_per_batch: Longest batch.
         max_block_bytes: Longest block.
+
+    Raises:
+        ArgumentError: A limit is neither None nor a whole number from 1 on.
+        EngineError: There is no shared memory.
     """
 
     def __init__(
@@ -53,8 +66,7 @@ class LoopbackEngine:
         max_block_bytes: int | None = None,
     ) -> None:
         """Opens a new session of this process."""
-        if blocks_per_poll is not None and blocks_per_poll < 1:
-            raise ValueError(f"blocks_per_poll: expected None or at least 1, got {blocks_per_poll}")
+        check_limit("blocks_per_poll", blocks_per_poll)
         self._blocks_per_poll = blocks_per_poll
         self._capabilities = EngineCapabilities(
             max_entries_per_batch=max_entries_per_batch,
@@ -111,7 +123,7 @@ class LoopbackEngine:
     def submit(self, peer: str, batch: Blocks) -> TransferHandle:
         """See `TransferEngine.submit`."""
         self._refuse_unusable()
-        self._capabilities.check_entries(len(batch.nbytes))
+        check_batch(peer, batch, self._capabilities)
         self._regions.check(batch.source, batch.nbytes, "source")
         handle = _Handle(peer, batch)
         with self._lock:
@@ -131,7 +143,7 @@ class LoopbackEngine:
     def cancel(self, handle: TransferHandle) -> None:
         """Ends a batch between two blocks."""
         with self._lock:
-            handle.settle(TransferStatus(TransferState.FAILED, "cancelled"))
+            check_kind("handle", handle, TransferHandle).settle(TransferStatus(TransferState.FAILED, "cancelled"))
 
     def close(self) -> None:
         """See `TransferEngine.close`."""

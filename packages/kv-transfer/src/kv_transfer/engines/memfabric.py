@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from kv_transfer.arguments import check_text, check_whole
 from kv_transfer.engine import EngineCapabilities
 from kv_transfer.engines.blocking import BlockingEngine, check_workers
 from kv_transfer.errors import EngineError, EngineUnavailable
@@ -82,7 +83,20 @@ class MemfabricEngine(BlockingEngine):
     ) -> None:
         """Starts the library and its worker threads."""
         check_workers(workers)
-        if role not in ("Prefill", "Decode"):
+        check_text("store_url", store_url)
+        check_text("hostname", hostname)
+        check_text("transport", transport)
+        check_whole("device_id", device_id, 2**31 - 1)
+        capabilities = EngineCapabilities(
+            max_entries_per_batch=max_entries_per_batch,
+            max_block_bytes=max_block_bytes,
+            cross_process=True,
+            region_alignment=_DEVICE_PAGE,
+            max_regions=max_regions,
+            max_region_bytes=max_region_bytes,
+            settles_itself=True,
+        )
+        if not isinstance(role, str) or role not in ("Prefill", "Decode"):
             raise EngineError(
                 f"role: expected 'Prefill' or 'Decode', got {role!r}",
                 local=role,
@@ -116,15 +130,7 @@ class MemfabricEngine(BlockingEngine):
         super().__init__(
             "memfabric",
             f"{hostname}:{port}",
-            EngineCapabilities(
-                max_entries_per_batch=max_entries_per_batch,
-                max_block_bytes=max_block_bytes,
-                cross_process=True,
-                region_alignment=_DEVICE_PAGE,
-                max_regions=max_regions,
-                max_region_bytes=max_region_bytes,
-                settles_itself=True,
-            ),
+            capabilities,
             workers,
             bind_device,
         )

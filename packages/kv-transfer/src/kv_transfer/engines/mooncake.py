@@ -14,8 +14,9 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol, TypeAlias, cast, get_args
 
+from kv_transfer.arguments import check_period, check_text, check_word
 from kv_transfer.engine import EngineCapabilities
 from kv_transfer.engines.blocking import BlockingEngine, check_workers
 from kv_transfer.errors import EngineError, EngineUnavailable
@@ -40,6 +41,9 @@ _CODES = {
 }
 _TIMEOUT_VARIABLES = ("MC_TRANSFER_TIMEOUT", "MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC")
 
+
+LogLevel: TypeAlias = Literal["INFO", "WARNING", "ERROR"]
+"""What the library writes to standard error."""
 
 _OPEN: weakref.WeakSet[MooncakeEngine] = weakref.WeakSet()
 
@@ -103,13 +107,15 @@ class MooncakeEngine(BlockingEngine):
         transfer_timeout: float | None = 10.0,
         workers: int = 1,
         bind_device: Callable[[], object] | None = None,
-        log_level: Literal["INFO", "WARNING", "ERROR"] = "ERROR",
+        log_level: LogLevel = "ERROR",
         max_entries_per_batch: int = 256,
         max_block_bytes: int | None = 16 << 20,
         max_regions: int | None = None,
         max_region_bytes: int | None = None,
     ) -> None:
         """Starts the library and its worker threads."""
+        check_text("hostname", hostname)
+        check_word("log_level", log_level, get_args(LogLevel))
         if protocol != "tcp":
             raise EngineError(
                 f"protocol: {protocol!r} is not supported",
@@ -119,11 +125,18 @@ class MooncakeEngine(BlockingEngine):
             )
         check_workers(workers)
         if transfer_timeout is not None:
-            if not (math.isfinite(transfer_timeout) and transfer_timeout > 0):
-                raise ValueError(f"transfer_timeout: expected a positive number of seconds, got {transfer_timeout!r}")
+            check_period("transfer_timeout", transfer_timeout)
             for variable in _TIMEOUT_VARIABLES:
                 os.environ[variable] = str(math.ceil(transfer_timeout))
         os.environ.setdefault("MC_LOG_LEVEL", log_level)
+        capabilities = EngineCapabilities(
+            max_entries_per_batch=max_entries_per_batch,
+            max_block_bytes=max_block_bytes,
+            cross_process=True,
+            max_regions=max_regions,
+            max_region_bytes=max_region_bytes,
+            settles_itself=True,
+        )
         library = _load()
         code = library.initialize(hostname, "P2PHANDSHAKE", protocol, "")
         if code != 0:
@@ -137,14 +150,7 @@ class MooncakeEngine(BlockingEngine):
         super().__init__(
             "mooncake",
             f"{hostname}:{library.get_rpc_port()}",
-            EngineCapabilities(
-                max_entries_per_batch=max_entries_per_batch,
-                max_block_bytes=max_block_bytes,
-                cross_process=True,
-                max_regions=max_regions,
-                max_region_bytes=max_region_bytes,
-                settles_itself=True,
-            ),
+            capabilities,
             workers,
             bind_device,
         )

@@ -23,7 +23,16 @@ from typing import Any
 
 import numpy as np
 
-from kv_transfer.engine import DONE, Blocks, EngineCapabilities, TransferHandle, TransferState, TransferStatus
+from kv_transfer.arguments import check_kind, check_text, check_whole
+from kv_transfer.engine import (
+    DONE,
+    Blocks,
+    EngineCapabilities,
+    TransferHandle,
+    TransferState,
+    TransferStatus,
+    check_batch,
+)
 from kv_transfer.errors import EngineError, EngineUnavailable
 from kv_transfer.regions import RegionTable
 
@@ -75,8 +84,8 @@ class NixlEngine:
 
     def __init__(self, *, max_entries_per_batch: int = 512, log_level: str = "ERROR") -> None:
         """Starts an agent with a progress thread of its own."""
-        if max_entries_per_batch < 1:
-            raise ValueError(f"max_entries_per_batch: expected at least 1, got {max_entries_per_batch}")
+        check_whole("max_entries_per_batch", max_entries_per_batch, least=1)
+        check_text("log_level", log_level)
         os.environ.setdefault("NIXL_LOG_LEVEL", log_level)
         api = _load()
         self._name = f"kv-transfer-{uuid.uuid4()}"
@@ -152,7 +161,7 @@ class NixlEngine:
     def submit(self, peer: str, batch: Blocks) -> TransferHandle:
         """See `TransferEngine.submit`. Within a host the library copies in this call, so it lasts as long as that."""
         self._refuse_closed()
-        self._capabilities.check_entries(len(batch.nbytes))
+        check_batch(peer, batch, self._capabilities)
         self._regions.check(batch.source, batch.nbytes, "source")
         handle = _Handle(peer, batch)
         with self._lock:
@@ -177,7 +186,7 @@ class NixlEngine:
 
     def poll(self, handle: TransferHandle) -> TransferStatus:
         """See `TransferEngine.poll`."""
-        return handle.status
+        return check_kind("handle", handle, TransferHandle).status
 
     def cancel(self, handle: TransferHandle) -> None:
         """Asks the library to drop the transfer; one that it cannot drop any more ends by itself."""
