@@ -10,17 +10,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kv_planner import ModelLayout, Placement
+
+from kv_pool._arguments import check_kind, check_numbers
 from kv_pool.errors import HeadRangeError, LayoutError, UnheldComponent
 
 if TYPE_CHECKING:
-    from kv_planner import Component, ComponentSpec, ModelLayout, Placement
+    from kv_planner import Component, ComponentSpec
     from kv_planner import DType as DTypeName
     from kv_planner import Part as PartName
 
     LayerIds = Mapping[PartName, Sequence[int]] | Sequence[int] | None
     Specs = Mapping[tuple[Component, PartName], ComponentSpec]
 
-__all__ = ["DTYPES", "ComponentGeometry", "derive_geometry", "local_head_range", "require_pair"]
+__all__ = ["DTYPES", "ComponentGeometry", "check_layout", "derive_geometry", "local_head_range", "require_pair"]
 
 _PARTS: tuple[PartName, ...] = ("target", "draft")
 _ORDER: tuple[Component, ...] = ("key", "value", "latent", "rope", "index_key", "index_scale", "state")
@@ -58,6 +61,15 @@ class ComponentGeometry:
         return self.head_range[1] - self.head_range[0]
 
 
+def check_layout(layout: ModelLayout) -> ModelLayout:
+    """The layout itself.
+
+    Raises:
+        LayoutError: It is none.
+    """
+    return check_kind("layout", layout, ModelLayout, LayoutError)
+
+
 def derive_geometry(
     layout: ModelLayout,
     *,
@@ -86,6 +98,9 @@ def derive_geometry(
         LayoutError: An item, axes or dtype that the pool cannot store; an id that is owned twice.
         HeadRangeError: The heads do not fit.
     """
+    check_layout(layout)
+    check_kind("placement", placement, Placement, LayoutError)
+    head_range = None if head_range is None else _pair(head_range)
     specs = {(spec.component, spec.part): spec for spec in layout.components}
     for component, part in specs:
         if component not in holds:
@@ -124,6 +139,19 @@ def derive_geometry(
         if (component, part) in specs
         for spec in (specs[component, part],)
     )
+
+
+def _pair(head_range: tuple[int, int]) -> tuple[int, int]:
+    found = check_numbers("head_range", head_range, HeadRangeError)
+    if len(found) != 2:
+        raise HeadRangeError(
+            "head_range",
+            given=found,
+            expected="two numbers, the first head and the one behind the last",
+            consequence="it would be unknown which heads the rank holds",
+            remedy="pass the global KV heads of this rank",
+        )
+    return found[0], found[1]
 
 
 def _heads(spec: ComponentSpec, placement: Placement, head_range: tuple[int, int] | None) -> tuple[int, int]:
@@ -209,14 +237,14 @@ def _stage_layers(specs: Specs, parts: Sequence[PartName], layer_ids: LayerIds) 
     if unknown or missing:
         raise UnheldComponent(
             "layer_ids",
-            given=f"parts {sorted(layer_ids)}",
+            given=f"parts {sorted(map(str, layer_ids))}",
             expected=f"parts {sorted(parts)}",
             consequence="a part would be left out without anybody saying so",
             remedy="name every part of the layout; an empty list says that this stage holds none of it",
         )
     stage = {}
     for part in parts:
-        layers, known = tuple(layer_ids[part]), _owned(specs, part)
+        layers, known = check_numbers(f"layer_ids of part {part}", layer_ids[part], LayoutError), _owned(specs, part)
         if len(set(layers)) != len(layers) or not set(layers) <= set(known):
             raise LayoutError(
                 f"layer_ids of part {part}",

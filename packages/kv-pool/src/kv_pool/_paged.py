@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from kv_planner import RankManifest
 
+from kv_pool._geometry import check_layout
 from kv_pool._storage import Buffer, Form, find, shaped
 from kv_pool.copies import PageCopy, check_copy, check_items
 from kv_pool.errors import LayoutError, PoolSizeError, UnknownLayer
+from kv_pool.tables import whole_number
 
 if TYPE_CHECKING:
     from kv_planner import Component, ModelLayout, Placement
@@ -24,12 +26,16 @@ if TYPE_CHECKING:
 __all__ = ["Pool", "pages_of"]
 
 
-def pages_of(size: int, page_size: int) -> int:
+def pages_of(size: int, layout: ModelLayout) -> int:
     """Return the pages of a pool of `size` tokens, page 0 included.
 
     Raises:
         PoolSizeError: Not a positive multiple of the page size.
+        LayoutError: The layout is none.
     """
+    page_size = check_layout(layout).page_size
+    consequence = "the pool would have no pages"
+    size = whole_number("size", size, error=PoolSizeError, consequence=consequence)
     if size < page_size or size % page_size:
         raise PoolSizeError(
             "size",
@@ -210,7 +216,7 @@ class Pool:
                 _rows(layer).index_copy_(0, index, rows.to(self._device))
 
     def _of(self, part: PartName) -> list[Buffer]:
-        held = [buffer for (_, of), buffer in self._buffers.items() if of == part]
+        held = [buffer for (_, of), buffer in self._buffers.items() if isinstance(part, str) and of == part]
         if not held:
             raise UnknownLayer(
                 "part",

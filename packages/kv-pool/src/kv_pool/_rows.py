@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kv_pool._storage import Form, shaped, tiles_of
-from kv_pool.errors import UnknownForm, UnknownWriter
+from kv_pool._storage import Form, check_form, shaped, tiles_of
+from kv_pool.errors import UnknownWriter
 from kv_pool.writers import WriterName, create_writer
 from kv_pool.writers._checks import check_write
 
@@ -66,14 +66,7 @@ class RowStore:
         num_slots: int,
         pairs: bool,
     ) -> None:
-        if form not in ("paged", "nz"):
-            raise UnknownForm(
-                "form",
-                given=form,
-                expected="paged or nz",
-                consequence="a flat view has the bytes of the paged form",
-                remedy="store paged and ask for the flat view",
-            )
+        check_form(form, ("paged", "nz"))  # a flat view has the bytes of the paged form
         tiles = max(tiles_of(geometry) for geometry in geometries) if form == "nz" else 1
         self._form: Form = form
         self.writer = create_writer(writer, device, num_slots=num_slots * tiles)

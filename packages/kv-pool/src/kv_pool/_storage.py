@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 import torch
 from kv_planner import BufferEntry
 
-from kv_pool.errors import DeviceUnavailable, UnknownForm, UnknownLayer
+from kv_pool._arguments import check_call, check_kind
+from kv_pool.errors import DeviceUnavailable, PoolSizeError, UnknownForm, UnknownLayer
 
 if TYPE_CHECKING:
     from kv_planner import Component
@@ -22,7 +23,18 @@ if TYPE_CHECKING:
 
     from kv_pool._geometry import ComponentGeometry
 
-__all__ = ["TORCH_DTYPES", "Buffer", "Form", "Region", "allocate", "as_device", "find", "shaped", "tiles_of"]
+__all__ = [
+    "TORCH_DTYPES",
+    "Buffer",
+    "Form",
+    "Region",
+    "allocate",
+    "as_device",
+    "check_form",
+    "find",
+    "shaped",
+    "tiles_of",
+]
 
 Region = Callable[[], AbstractContextManager[object]]
 Form: TypeAlias = Literal["paged", "flat", "nz"]
@@ -67,7 +79,7 @@ class Buffer:
         """
         try:
             return self.layers[self.geometry.layer_ids.index(layer_id)]
-        except ValueError:
+        except (ValueError, RuntimeError):  # the latter from a tensor of several numbers
             raise UnknownLayer(
                 "layer_id",
                 given=layer_id,
@@ -103,6 +115,7 @@ def as_device(device: str | torch.device) -> torch.device:
     Raises:
         DeviceUnavailable: The text names no device type that is known here, or the device cannot be reached.
     """
+    check_kind("device", device, str | torch.device, DeviceUnavailable)  # type: ignore[arg-type]
     try:
         found = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -125,7 +138,13 @@ def allocate(
     region: Region | None = None,
     zero: bool = True,
 ) -> tuple[Buffer, ...]:
-    """Allocate every component, each contiguous over its layers, inside `region`."""
+    """Allocate every component, each contiguous over its layers, inside `region`.
+
+    Raises:
+        PoolSizeError: The region cannot be called, or `zero` is neither true nor false.
+    """
+    check_call("region", region, PoolSizeError)
+    check_kind("zero", zero, bool, PoolSizeError)
     create = torch.zeros if zero else torch.empty
     buffers = []
     with region() if region is not None else nullcontext():
@@ -144,7 +163,7 @@ def find(buffers: Mapping[tuple[Component, PartName], Buffer], component: Compon
     """
     try:
         return buffers[component, part]
-    except KeyError:
+    except (KeyError, TypeError):  # the latter from a list, for example
         raise UnknownLayer(
             "component, part",
             given=(component, part),
@@ -152,6 +171,23 @@ def find(buffers: Mapping[tuple[Component, PartName], Buffer], component: Compon
             consequence="there is no such storage",
             remedy="declare the component and the part in the layout",
         ) from None
+
+
+def check_form(form: Form, forms: Sequence[str] = get_args(Form)) -> Form:
+    """The form itself, one of `forms`.
+
+    Raises:
+        UnknownForm: It is none of them.
+    """
+    if not isinstance(form, str) or form not in forms:
+        raise UnknownForm(
+            "form",
+            given=form,
+            expected=f"one of {list(forms)}",
+            consequence="the order of bytes would be unknown",
+            remedy="ask for a form that the operators have",
+        )
+    return form
 
 
 def shaped(layer: torch.Tensor, form: Form) -> torch.Tensor:
@@ -167,19 +203,11 @@ def shaped(layer: torch.Tensor, form: Form) -> torch.Tensor:
 
     Source: contracts of the NPU pools for the FIA and NZ paths.
     """
-    if form == "paged":
+    if check_form(form) == "paged":
         return layer
     pages, tokens, heads, dims = layer.shape
     if form == "flat":
         return layer.view(pages * tokens, 1, heads, dims)
-    if form != "nz":
-        raise UnknownForm(
-            "form",
-            given=form,
-            expected=f"one of {list(get_args(Form))}",
-            consequence="the order of bytes would be unknown",
-            remedy="ask for a form that the operators have",
-        )
     tiles = _tiles(heads * dims, layer.dtype)
     return layer.view(pages, tiles, tokens, heads * dims // tiles)
 

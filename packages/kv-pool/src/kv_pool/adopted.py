@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from kv_planner import ModelLayout, Placement
 
-from kv_pool._geometry import ComponentGeometry, derive_geometry
+from kv_pool._arguments import check_kind, check_list, check_mapping
+from kv_pool._geometry import ComponentGeometry, check_layout, derive_geometry
 from kv_pool._paged import Pool
-from kv_pool._storage import TORCH_DTYPES, Buffer, Form
+from kv_pool._storage import TORCH_DTYPES, Buffer, Form, check_form
 from kv_pool.errors import LayoutError, UnheldComponent
 from kv_pool.mla import published
 from kv_pool.state import StateKind
@@ -56,8 +57,12 @@ def adopt(
 
     Raises:
         UnheldComponent: A component of the layout without memory, or memory that the layout does not declare.
+        UnknownForm: No form in which pages are kept.
         LayoutError: A number of layers, a size, a dtype or a device that does not fit; memory that is not contiguous.
     """
+    check_form(form, ("paged", "nz"))
+    check_layout(layout)
+    check_mapping("tensors", tensors, UnheldComponent)
     given = {name if isinstance(name, tuple) else (name, "target"): held for name, held in tensors.items()}
     placement = placement if placement is not None else Placement()
     states = all(spec.item_kind == "request_row" for spec in layout.components)
@@ -69,8 +74,8 @@ def adopt(
     if set(given) != declared:
         raise UnheldComponent(
             "tensors",
-            given=sorted(given),
-            expected=sorted(declared),
+            given=sorted(map(str, given)),
+            expected=sorted(map(str, declared)),
             consequence="backup and transfer would silently leave a component out",
             remedy="pass the memory of every component that the layout declares for this stage, and no other",
         )
@@ -94,7 +99,10 @@ def adopt(
 
 def _buffer(geometry: ComponentGeometry, given: torch.Tensor | Sequence[torch.Tensor]) -> Buffer:
     name = f"{geometry.component} of part {geometry.part}"
-    tensors = tuple(given.unbind(0)) if isinstance(given, torch.Tensor) else tuple(given)
+    if isinstance(given, torch.Tensor) and given.ndim:
+        tensors: tuple[object, ...] = tuple(given.unbind(0))
+    else:
+        tensors = check_list(name, given, LayoutError)
     if len(tensors) != len(geometry.layer_ids):
         raise _misfit(name, f"{len(tensors)} layers", f"{len(geometry.layer_ids)}: {geometry.layer_ids}")
     row = geometry.tokens * geometry.heads * geometry.dims
@@ -102,6 +110,7 @@ def _buffer(geometry: ComponentGeometry, given: torch.Tensor | Sequence[torch.Te
     layers = []
     for layer_id, tensor in zip(geometry.layer_ids, tensors, strict=True):
         where = f"{name}, layer {layer_id}"
+        tensor = check_kind(where, tensor, torch.Tensor, LayoutError)
         stands_for = tensor.dtype in (torch.uint8, torch.int8) and dtype.itemsize == 1
         if tensor.dtype != dtype and not stands_for:
             raise _misfit(where, tensor.dtype, dtype)

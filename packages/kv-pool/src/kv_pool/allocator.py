@@ -20,11 +20,13 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from kv_pool._arguments import check_call
 from kv_pool.errors import DoubleFree, ForeignPage, IntegrityError, OutOfPages, PageError, PoolSizeError
 from kv_pool.tables import IndexLike, IntArray, as_index_array, whole_number
 
 __all__ = ["PageAllocator", "PageUse"]
 
+_MOST = 2**31 - 1  # pages that a block table can name
 _ONE = np.int32(1)  # of the holders' own type: with a Python int, numpy's `at` takes a way that is 20 times as slow
 
 
@@ -38,14 +40,19 @@ class PageAllocator:
         page_size: Tokens in a page.
 
     Raises:
-        PoolSizeError: Fewer than two pages, a page size below 1, or one that is no whole number.
+        PoolSizeError: Fewer than two pages, a page size below 1, one that is no whole number, or more than a block
+            table can name.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         consequence = "page 0 is reserved, so no page could be handed out"
-        num_pages = whole_number("num_pages", num_pages, least=2, error=PoolSizeError, consequence=consequence)
+        num_pages = whole_number(
+            "num_pages", num_pages, least=2, most=_MOST, error=PoolSizeError, consequence=consequence
+        )
         consequence = "no slot of a page could be computed"
-        page_size = whole_number("page_size", page_size, least=1, error=PoolSizeError, consequence=consequence)
+        page_size = whole_number(
+            "page_size", page_size, least=1, most=_MOST, error=PoolSizeError, consequence=consequence
+        )
         self._num_pages = num_pages
         self._page_size = page_size
         self._holders: npt.NDArray[np.int32] = np.zeros(num_pages, dtype=np.int32)
@@ -92,7 +99,12 @@ class PageAllocator:
             left: Gets pages that lost their last holder, also when they linger. What belongs to a page (its pages in
                 another group) is given back there, so that it never outlives the owner.
             freed: Gets pages that became free: nobody reads or writes them any more.
+
+        Raises:
+            PageError: One cannot be called.
         """
+        check_call("left", left, PageError)
+        check_call("freed", freed, PageError)
         if left is not None:
             self._on_left.append(left)
         if freed is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kv_pool._arguments import check_kind
 from kv_pool.errors import LayoutError, PageError
 from kv_pool.tables import IndexLike, IntArray, as_index_array
 
@@ -73,6 +74,7 @@ def check_copy(copy: PageCopy, layout: ModelLayout, geometries: Mapping[Name, Co
     Raises:
         LayoutError, PageError: As said.
     """
+    check_kind("copy", copy, PageCopy, LayoutError)
     if copy.layout != layout or dict(copy.geometries) != dict(geometries):
         raise LayoutError(
             "copy",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from kv_pool._arguments import check_kind
 from kv_pool.errors import BudgetError
 
 __all__ = ["available_host_bytes", "zeroed_host_bytes"]
@@ -31,8 +32,9 @@ def available_host_bytes(root: Path = Path("/")) -> int:
         cannot be reclaimed.
 
     Raises:
-        BudgetError: `/proc/meminfo` cannot be read.
+        BudgetError: `/proc/meminfo` cannot be read, or the root is no path.
     """
+    check_kind("root", root, Path, BudgetError)
     return max(0, min([_machine(root), *_cgroup_rooms(root)]))
 
 

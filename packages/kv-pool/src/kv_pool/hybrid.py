@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kv_pool._arguments import check_kind
 from kv_pool.allocator import PageAllocator
-from kv_pool.errors import ForeignPage, LayoutError, OutOfPages, TableError
+from kv_pool.errors import ForeignPage, LayoutError, OutOfPages, PageError, RowMismatch, TableError
 from kv_pool.mha import MhaPool
 from kv_pool.page_map import PageMap
-from kv_pool.tables import IndexLike, IntArray, as_index_array
+from kv_pool.tables import IndexLike, IntArray, as_index_array, whole_number
 
 if TYPE_CHECKING:
     from kv_planner import ModelLayout
@@ -58,6 +59,8 @@ class WindowPages(PageMap):
     """
 
     def __init__(self, full: PageAllocator, window: PageAllocator) -> None:
+        check_kind("full", full, PageAllocator, LayoutError)
+        check_kind("window", window, PageAllocator, LayoutError)
         if full.page_size != window.page_size:
             raise LayoutError(
                 "window.page_size",
@@ -87,6 +90,7 @@ class WindowPages(PageMap):
         Raises:
             OutOfPages: One of the groups has too few; none is taken.
         """
+        count = whole_number("count", count, error=PageError, consequence="no page was taken")
         if count > self.window.available:
             raise OutOfPages(
                 "count",
@@ -140,10 +144,12 @@ class WindowPages(PageMap):
         Raises:
             TableError: Not such a table.
         """
-        if table.ndim != 2 or table.dtype != np.int32:
+        if not isinstance(table, np.ndarray) or table.ndim != 2 or table.dtype != np.int32:
             raise TableError(
                 "table",
-                given=f"{table.dtype} of shape {table.shape}",
+                given=f"{table.dtype} of shape {table.shape}"
+                if isinstance(table, np.ndarray)
+                else type(table).__name__,
                 expected="int32 of shape [rows, pages]",
                 consequence="rows could not be told apart",
                 remedy="build it with block_table",
@@ -189,6 +195,8 @@ class HybridPool:
     """
 
     def __init__(self, full: MhaPool, window: MhaPool) -> None:
+        for name, group in (("full", full), ("window", window)):
+            check_kind(name, group, MhaPool, LayoutError)
         ids = [{layer for part in pool.parts for layer in pool.layer_ids(part)} for pool in (full, window)]
         rules: list[tuple[str, object, object]] = [
             ("layers of both groups", sorted(ids[0] & ids[1]), []),
@@ -236,7 +244,10 @@ class HybridPool:
         Raises:
             UnknownLayer: Neither does.
         """
-        pool = self._group_of.get(layer_id, self.full)
+        try:
+            pool = self._group_of.get(layer_id, self.full)
+        except TypeError:  # a list, for example: no layer of the full group either
+            pool = self.full
         pool.key(layer_id, part)
         return pool
 
@@ -259,6 +270,11 @@ class HybridPool:
         value: torch.Tensor,
         part: PartName = "target",
     ) -> None:
-        """Store one row of K and of V a token in the layer's own group; see `MhaPool.write`."""
+        """Store one row of K and of V a token in the layer's own group; see `MhaPool.write`.
+
+        Raises:
+            UnknownLayer, WriteError: As there, or the slots are not of `locate`.
+        """
         pool = self.group_of(layer_id, part)
+        check_kind("slots", slots, WriteSlots, RowMismatch)
         pool.write(layer_id, slots.full if pool is self.full else slots.window, key, value, part)

@@ -70,7 +70,7 @@ class MhaPool(Pool):
         region: Region | None = None,
         zero: bool = True,
     ) -> None:
-        pages = pages_of(size, layout.page_size)
+        pages = pages_of(size, layout)
         placement = placement if placement is not None else Placement()
         geometries = derive_geometry(
             layout, holds=("key", "value"), layer_ids=layer_ids, placement=placement, head_range=head_range

@@ -17,6 +17,7 @@ from kv_pool._paged import Pool, pages_of
 from kv_pool._rows import RowStore
 from kv_pool._storage import Form, Region, allocate, as_device
 from kv_pool.errors import LayoutError, WidthMismatch
+from kv_pool.tables import whole_number
 from kv_pool.writers import WriterName
 
 if TYPE_CHECKING:
@@ -37,11 +38,14 @@ def packed_record_bytes(latent: int, rope: int) -> int:
 
     Source: the fp8 pools of sparse attention on the NPU.
     """
-    if latent < _BLOCK or latent % _BLOCK or rope < 0:
+    consequence = "a token would have no width"
+    latent = whole_number("latent", latent, error=LayoutError, consequence=consequence)
+    rope = whole_number("rope", rope, error=LayoutError, consequence=consequence)
+    if latent < _BLOCK or latent % _BLOCK:
         raise LayoutError(
             "latent, rope",
             given=(latent, rope),
-            expected=f"a multiple of {_BLOCK}, and a width of at least 0",
+            expected=f"a latent of a multiple of {_BLOCK}",
             consequence="the last scale would cover elements of the rope",
             remedy="pad the latent",
         )
@@ -87,7 +91,7 @@ class MlaPool(Pool):
         region: Region | None = None,
         zero: bool = True,
     ) -> None:
-        pages = pages_of(size, layout.page_size)
+        pages = pages_of(size, layout)
         placement = placement if placement is not None else Placement()
         geometries = derive_geometry(layout, holds=_HOLDS, layer_ids=layer_ids, placement=placement)
         _check_components(layout)

@@ -7,15 +7,12 @@ nor which tokens a page holds.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from kv_pool.errors import ForeignPage, IntegrityError
-from kv_pool.tables import IndexLike, IntArray, as_index_array
-
-if TYPE_CHECKING:
-    from kv_pool.allocator import PageAllocator
+from kv_pool._arguments import check_kind
+from kv_pool.allocator import PageAllocator
+from kv_pool.errors import ForeignPage, IntegrityError, PageError
+from kv_pool.tables import IndexLike, IntArray, as_index_array, whole_number
 
 __all__ = ["PageMap"]
 
@@ -32,11 +29,14 @@ class PageMap:
     Args:
         lead: Allocator of the leading group.
         own: Allocator of this group; its page size may differ (rows of states have 1).
+
+    Raises:
+        PageError: One is no allocator.
     """
 
     def __init__(self, lead: PageAllocator, own: PageAllocator) -> None:
-        self._lead = lead
-        self._own = own
+        self._lead = check_kind("lead", lead, PageAllocator, PageError)
+        self._own = check_kind("own", own, PageAllocator, PageError)
         self._map: IntArray = np.zeros(lead.num_pages, dtype=np.int64)
         self._used: IntArray = np.zeros(lead.num_pages, dtype=np.int64)
         self._clock = 0
@@ -53,8 +53,22 @@ class PageMap:
         return self._own
 
     def find(self, pages: IntArray) -> IntArray:
-        """Return the own page of each leading page, 0 where there is none; what is below 1 has none. Shape: [pages]."""
-        found: IntArray = self._map[np.maximum(pages, 0)]
+        """Return the own page of each leading page, 0 where there is none; what is below 1 has none. Shape: [pages].
+
+        Raises:
+            ForeignPage: Pages that are no integers, or outside the leading group.
+        """
+        ids = as_index_array("pages", pages, ForeignPage)
+        try:
+            found: IntArray = self._map[np.maximum(ids, 0)]
+        except IndexError:
+            raise ForeignPage(
+                "pages",
+                given=int(ids.max()),
+                expected=f"pages below {self._lead.num_pages}",
+                consequence="it is no page of the leading group",
+                remedy="pass pages that its allocator handed out",
+            ) from None
         return found
 
     def named(self) -> IntArray:
@@ -123,12 +137,24 @@ class PageMap:
         return int(inside.size)
 
     def touch(self, pages: IntArray) -> None:
-        """Count leading pages as used just now, the last of the list as the youngest."""
-        self._used[pages] = self._clock + np.arange(pages.size)
-        self._clock += pages.size
+        """Count leading pages as used just now, the last of the list as the youngest.
+
+        Raises:
+            ForeignPage: A page outside the leading group.
+        """
+        ids = as_index_array("pages", pages, ForeignPage)
+        self._lead.holders(ids)
+        self._used[ids] = self._clock + np.arange(ids.size)
+        self._clock += ids.size
 
     def evict(self, count: int) -> int:
-        """Drop up to `count` own pages that nobody else holds, the longest unused first; returns how many."""
+        """Drop up to `count` own pages that nobody else holds, the longest unused first; returns how many.
+
+        Raises:
+            PageError: No number of pages.
+        """
+        if not isinstance(count, int | np.integer) or count > 0:  # below 0 where a caller has more room than it needs
+            count = whole_number("count", count, error=PageError, consequence="no page was dropped")
         named = self.named() if count > 0 else np.zeros(0, dtype=np.int64)
         idle = named[self._own.holders(self._map[named]) == 1]
         if idle.size > count:

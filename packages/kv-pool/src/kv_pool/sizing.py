@@ -7,15 +7,18 @@ not allocate, and it does not measure what is free (see `host_memory`).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from kv_planner import ModelLayout, Placement, PlanError
 
+from kv_pool._arguments import check_kind, check_list, check_numbers
 from kv_pool._geometry import derive_geometry
 from kv_pool._storage import TORCH_DTYPES
 from kv_pool.errors import BudgetError, KvPoolError
+from kv_pool.tables import whole_number
 
 if TYPE_CHECKING:
     from kv_planner import Component
@@ -47,6 +50,29 @@ class PoolShare:
     requests: int | None = None
     layer_ids: Sequence[Mapping[PartName, Sequence[int]] | Sequence[int]] | None = None
     on_host: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what is of another kind.
+
+        Raises:
+            BudgetError: As said.
+        """
+        check_kind("PoolShare.name", self.name, str, BudgetError)
+        check_kind("PoolShare.layout", self.layout, ModelLayout, BudgetError)
+        check_kind("PoolShare.on_host", self.on_host, bool, BudgetError)
+        if self.requests is not None:
+            consequence = "no request would have a row"
+            whole_number("PoolShare.requests", self.requests, error=BudgetError, consequence=consequence)
+        if self.layer_ids is not None:
+            object.__setattr__(self, "layer_ids", check_list("PoolShare.layer_ids", self.layer_ids, BudgetError))
+        if isinstance(self.share, bool) or not isinstance(self.share, int | float) or not math.isfinite(self.share):
+            raise BudgetError(
+                "PoolShare.share",
+                given=f"{self.share!r:.80}",
+                expected="a finite number above 0",
+                consequence="it would be unknown how many tokens the pool holds",
+                remedy="give the tokens of this pool for one token of the plan",
+            )
 
 
 @dataclass(frozen=True)
@@ -119,7 +145,16 @@ def plan_memory(
             target's, names given twice, or a pool that mixes pages and request rows.
         LayoutError, HeadRangeError: See `MhaPool`.
     """
-    budgets = [device_bytes] * len(placements) if isinstance(device_bytes, int) else list(device_bytes)
+    pools = [check_kind("pools", pool, PoolShare, BudgetError) for pool in check_list("pools", pools, BudgetError)]
+    placements = [
+        check_kind("placements", place, Placement, BudgetError)
+        for place in check_list("placements", placements, BudgetError)
+    ]
+    several = isinstance(device_bytes, Iterable) and not isinstance(device_bytes, str | Mapping)
+    budgets = list(
+        check_numbers("device_bytes", device_bytes if several else [device_bytes] * len(placements), BudgetError)
+    )
+    host_bytes = whole_number("host_bytes", host_bytes, error=BudgetError, consequence="no host pool could be planned")
     _check(pools, placements, budgets)
     sizes = [[_item_bytes(pool, placement) for pool in pools] for placement in placements]
     rooms = [_most_pages(pools, row, budget) for row, budget in zip(sizes, budgets, strict=True)]

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from kv_pool._arguments import check_kind
 from kv_pool.allocator import PageAllocator
 from kv_pool.errors import DoubleFree, PageError, SharedTail, TableError
 from kv_pool.tables import IndexLike, IntArray, as_index_array
@@ -32,7 +33,7 @@ class SlotAllocator:
     """
 
     def __init__(self, pages: PageAllocator) -> None:
-        self._pages = pages
+        self._pages = check_kind("pages", pages, PageAllocator, PageError)
         self._size = pages.page_size
         self._group: list[IntArray] | None = None
 

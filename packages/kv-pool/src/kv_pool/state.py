@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from kv_planner import ModelLayout, Placement
 
+from kv_pool._arguments import check_kind, check_mapping, check_numbers
 from kv_pool._geometry import derive_geometry
 from kv_pool._paged import Pool
 from kv_pool._storage import Region, allocate, as_device
-from kv_pool.errors import LayoutError, PoolSizeError, UnknownLayer
+from kv_pool.errors import LayoutError, PoolSizeError, RowMismatch, UnknownLayer
 from kv_pool.tables import whole_number
 from kv_pool.writers import WriterName, create_writer
+from kv_pool.writers._checks import check_rows
 
 if TYPE_CHECKING:
     from kv_planner import Part as PartName
@@ -76,9 +78,14 @@ class StatePool:
     ) -> None:
         consequence = "row 0 is reserved, so no request would have a state"
         self._rows = whole_number("requests", requests, least=1, error=PoolSizeError, consequence=consequence) + 1
-        shapes = shapes or {}
+        check_mapping("layouts", layouts, LayoutError)
+        shapes = {} if shapes is None else check_mapping("shapes", shapes, LayoutError)
         if not layouts or not set(shapes) <= set(layouts):
-            raise _shape_error("layouts, shapes", (sorted(layouts), sorted(shapes)), "at least one kind, shapes of it")
+            raise _shape_error(
+                "layouts, shapes",
+                (sorted(map(str, layouts)), sorted(map(str, shapes))),
+                "at least one kind, shapes of it",
+            )
         placement = placement if placement is not None else Placement()
         place = as_device(device)
         self._writer = create_writer(writer, place, num_slots=self._rows)
@@ -88,7 +95,7 @@ class StatePool:
             geometries = derive_geometry(
                 layout, holds=("state",), item_kind="request_row", layer_ids=layer_ids, placement=placement
             )
-            shape = tuple(shapes.get(kind, ()))
+            shape = check_numbers(f"shapes[{kind!r}]", shapes.get(kind, ()), LayoutError)
             for geometry in geometries:
                 if shape and torch.Size(shape).numel() != geometry.dims:
                     raise _shape_error(f"shapes[{kind!r}]", shape, f"{geometry.dims} elements")
@@ -119,7 +126,7 @@ class StatePool:
         """
         try:
             return self._kinds[name]
-        except KeyError:
+        except (KeyError, TypeError):  # the latter from a list, for example
             raise UnknownLayer(
                 "kind",
                 given=name,
@@ -151,6 +158,7 @@ class StatePool:
         """
         cache = self.kind(kind).view("state", layer_id, part)
         shape = self._shapes[kind]
+        check_kind("states", states, torch.Tensor, RowMismatch)
         if shape and states.ndim > 1 and tuple(states.shape[2:]) == shape:
             states = states.flatten(2)
         self._writer.write_rows(cache, rows, states)
@@ -164,6 +172,7 @@ class StatePool:
         Raises:
             WriteError: Something does not fit.
         """
+        check_rows(rows)
         for kind in self._kinds.values():
             for component, part in kind.components:
                 for layer in kind.layers(component, part):

@@ -63,9 +63,15 @@ def as_index_array(name: str, values: IndexLike, error: type[TableError] | Any =
 
 
 def whole_number(
-    name: str, value: object, *, least: int = 0, error: type[KvPoolError] = TableError, consequence: str
+    name: str,
+    value: object,
+    *,
+    least: int = 0,
+    most: int | None = None,
+    error: type[KvPoolError] = TableError,
+    consequence: str,
 ) -> int:
-    """Return `value` as an int, refusing fractions, NaN, bools and anything below `least`.
+    """Return `value` as an int, refusing fractions, NaN, bools, anything below `least` and above `most`.
 
     Raises:
         TableError: As said, or the `error` that was asked for.
@@ -74,11 +80,11 @@ def whole_number(
         number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = None
-    if number is None or number < least:
+    if number is None or number < least or (most is not None and number > most):
         raise error(
             name,
-            given=value,
-            expected=f"a whole number of at least {least}",
+            given=f"{value!r:.80}",
+            expected=f"a whole number of at least {least}{'' if most is None else f' and at most {most}'}",
             consequence=consequence,
             remedy="pass an int",
         )
@@ -146,10 +152,21 @@ def block_table(requests: Sequence[IndexLike], *, columns: int, rows: int | None
 
     Raises:
         TableError: A request with more pages than columns, more requests than rows, a reserved or too large page, or
-            `columns` or `rows` is no whole number.
+            `columns` or `rows` is no whole number, or the requests are no list.
     """
-    columns = whole_number("columns", columns, consequence="the table has no width")
-    height = len(requests) if rows is None else whole_number("rows", rows, consequence="the table has no height")
+    given: object = requests
+    rows_of = given.ndim > 1 if isinstance(given, np.ndarray) else isinstance(given, Sequence)
+    if not rows_of or isinstance(given, str | bytes):
+        raise TableError(
+            "requests",
+            given=type(requests).__name__,
+            expected="a list of page lists",
+            consequence="no table can be laid out",
+            remedy="pass one list of pages a request",
+        )
+    columns = whole_number("columns", columns, most=INT32_MAX, consequence="the table has no width")
+    consequence = "the table has no height"
+    height = len(requests) if rows is None else whole_number("rows", rows, most=INT32_MAX, consequence=consequence)
     if height < len(requests):
         raise TableError(
             "rows",

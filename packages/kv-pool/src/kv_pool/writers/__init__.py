@@ -11,7 +11,9 @@ from typing import Literal, Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
 
+from kv_pool._arguments import check_kind
 from kv_pool.errors import PoolSizeError, UnknownWriter
+from kv_pool.tables import whole_number
 
 __all__ = ["Writer", "WriterName", "create_writer", "writer_names"]
 
@@ -76,7 +78,12 @@ _WRITERS: dict[str, tuple[tuple[str, ...] | None, str]] = {
 
 
 def writer_names(device_type: str) -> tuple[str, ...]:
-    """Return the writers that serve a device type, e.g. `"cpu"` or `"npu"`."""
+    """Return the writers that serve a device type, e.g. `"cpu"` or `"npu"`.
+
+    Raises:
+        UnknownWriter: It is no text.
+    """
+    check_kind("device_type", device_type, str, UnknownWriter)
     return tuple(name for name, (types, _) in _WRITERS.items() if types is None or device_type in types)
 
 
@@ -92,6 +99,9 @@ def create_writer(name: WriterName, device: torch.device, *, num_slots: int) -> 
         UnknownWriter: No such writer, or it does not serve the device.
         PoolSizeError: The pool has more slots than the writer's index can address.
     """
+    check_kind("writer", name, str, UnknownWriter)
+    check_kind("device", device, torch.device, UnknownWriter)
+    num_slots = whole_number("num_slots", num_slots, error=PoolSizeError, consequence="no row could be stored")
     chosen = ("scatter_nd" if device.type == "npu" else "index") if name == "auto" else name
     eligible = writer_names(device.type)
     if chosen not in eligible:

@@ -12,7 +12,7 @@ import torch
 
 from kv_pool.errors import AliasedRows, DeviceMismatch, DtypeMismatch, RowMismatch, SlotOutOfRange, WidthMismatch
 
-__all__ = ["Store", "as_bits", "check_apart", "check_slot_values", "check_write"]
+__all__ = ["Store", "as_bits", "check_apart", "check_rows", "check_slot_values", "check_write"]
 
 Store: TypeAlias = "tuple[str, torch.Tensor, torch.Tensor]"
 """Name of a component, its rows, and the cache that they go into."""
@@ -24,16 +24,25 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if known else tensor.view(torch.int8)
 
 
-def check_write(slots: torch.Tensor, stores: Sequence[Store], slot_dtypes: tuple[torch.dtype, ...]) -> None:
-    """Refuse a write that does not fit; see `Writer.write` for what fits."""
-    if slots.ndim != 1:
+def check_rows(slots: torch.Tensor) -> None:
+    """Refuse slots, or rows of requests, that are no list.
+
+    Raises:
+        RowMismatch: No tensor of one axis.
+    """
+    if not isinstance(slots, torch.Tensor) or slots.ndim != 1:
         raise RowMismatch(
             "slots",
-            given=f"shape {tuple(slots.shape)}",
-            expected="shape [tokens]",
+            given=f"shape {tuple(slots.shape)}" if isinstance(slots, torch.Tensor) else type(slots).__name__,
+            expected="a tensor of shape [tokens]",
             consequence="rows could not be told apart",
             remedy="flatten the slots to one a token",
         )
+
+
+def check_write(slots: torch.Tensor, stores: Sequence[Store], slot_dtypes: tuple[torch.dtype, ...]) -> None:
+    """Refuse a write that does not fit; see `Writer.write` for what fits."""
+    check_rows(slots)
     if slots.dtype not in slot_dtypes:
         raise DtypeMismatch(
             "slots",
@@ -43,6 +52,15 @@ def check_write(slots: torch.Tensor, stores: Sequence[Store], slot_dtypes: tuple
             remedy="build the slots in that dtype (kv_pool.narrow_slots), or choose another writer",
         )
     for name, rows, cache in stores:
+        if not isinstance(rows, torch.Tensor) or not isinstance(cache, torch.Tensor) or cache.ndim != 4:
+            shapes = [list(own.shape) if isinstance(own, torch.Tensor) else type(own).__name__ for own in (rows, cache)]
+            raise RowMismatch(
+                name,
+                given=f"{shapes[0]} for {shapes[1]}",
+                expected="tensors of shape [tokens, heads, dims] for [pages, page_size, heads, dims]",
+                consequence="rows could not be told apart",
+                remedy="pass the rows of the step, and a layer of the pool",
+            )
         if rows.ndim != 3 or rows.shape[1:] != cache.shape[2:]:
             raise WidthMismatch(
                 name,

@@ -1,0 +1,93 @@
+"""Owns the refusal of arguments of another kind, by name and before anything is taken or written.
+
+What an object of the right kind means is its user's; numbers and lists of ids are `tables`'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from kv_pool.errors import KvPoolError
+from kv_pool.tables import INT64_MAX, whole_number
+
+__all__ = ["check_call", "check_kind", "check_list", "check_mapping", "check_numbers"]
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+_NOTHING = "nothing was made or written"
+
+
+def check_kind(
+    name: str, value: object, kind: type[_Value], error: type[KvPoolError], *, consequence: str = _NOTHING
+) -> _Value:
+    """The object `value`, a `kind`.
+
+    Raises:
+        KvPoolError: It is none; of the class that was asked for.
+    """
+    if not isinstance(value, kind):
+        raise error(
+            name,
+            given=_shown(value),
+            expected=f"a {getattr(kind, '__name__', kind)}",  # a union has no name
+            consequence=consequence,
+            remedy=f"pass a {getattr(kind, '__name__', kind)}",
+        )
+    return value
+
+
+def check_mapping(name: str, value: Mapping[_Key, _Value], error: type[KvPoolError]) -> Mapping[_Key, _Value]:
+    """The mapping `value`.
+
+    Raises:
+        KvPoolError: It is none; of the class that was asked for.
+    """
+    return check_kind(name, value, Mapping, error)  # type: ignore[type-abstract]
+
+
+def check_call(name: str, value: object, error: type[KvPoolError]) -> None:
+    """Refuses what is neither None nor something that can be called.
+
+    Raises:
+        KvPoolError: It is neither; of the class that was asked for.
+    """
+    if value is not None and not callable(value):
+        raise error(
+            name,
+            given=_shown(value),
+            expected="a function, or None",
+            consequence=_NOTHING,
+            remedy="pass the function itself",
+        )
+
+
+def check_list(name: str, values: object, error: type[KvPoolError]) -> tuple[object, ...]:
+    """The items of `values`, which is no text.
+
+    Raises:
+        KvPoolError: It cannot be iterated over; of the class that was asked for.
+    """
+    try:
+        if not isinstance(values, str | bytes) and isinstance(values, Iterable):
+            return tuple(values)
+    except TypeError:  # an array or tensor without a first axis
+        pass
+    raise error(name, given=_shown(values), expected="a list", consequence=_NOTHING, remedy="pass a list of them")
+
+
+def check_numbers(name: str, values: object, error: type[KvPoolError]) -> tuple[int, ...]:
+    """The whole numbers `values`, from 0 on.
+
+    Raises:
+        KvPoolError: It is no list, or one of them is no such number; of the class that was asked for.
+    """
+    return tuple(
+        whole_number(f"{name}[{place}]", value, most=INT64_MAX, error=error, consequence=_NOTHING)
+        for place, value in enumerate(check_list(name, values, error))
+    )
+
+
+def _shown(value: object) -> str:
+    """A value as a text of its kind that is never long."""
+    return f"{type(value).__name__} {value!r:.80}"
