@@ -140,9 +140,34 @@ def test_requests_without_a_transfer_are_left_alone(side: SchedulerSide) -> None
         side.allocated(request, blocks(1, 2), 0)
         assert side.step(step({"n": ([1, 2], 0, 8)})) == StepWords()
         assert side.finished(request, [1, 2]) == (False, None)
-    for wrong in ({}, {"room": "x"}, {"room": -1}):
-        with pytest.raises(kt.ArgumentError, match="room"):
-            side.matched(Request("n", 8, {"do_remote_prefill": True, **wrong}), 0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"do_remote_prefill": True}, "room: needed"),
+        ({"do_remote_prefill": True, "room": "x"}, "room: Input should be a valid integer"),
+        ({"do_remote_prefill": True, "room": -1}, "room: Input should be greater than or equal to 0"),
+        ({"do_remote_prefill": True, "room": True}, "room: Input should be a valid integer"),
+        ({"do_remote_decode": True, "room": 2**63}, "room: Input should be less than or equal to"),
+        ({"do_remote_prefill": True, "room": 7, "prefill_group": "first"}, "prefill_group: "),
+        ({"do_remote_prefill": "yes", "room": 7}, "do_remote_prefill: "),
+        ([7], "all: "),
+    ],
+)
+def test_a_request_with_malformed_parameters_ends_no_scheduler(
+    side: SchedulerSide, wrong: Any, named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error would end vLLM's engine and every other request; whoever sent one chooses its parameters."""
+    request = Request("n", 8, wrong)
+    assert [side.matched(request, 0) for _ in range(3)] == [(0, False)] * 3
+    side.allocated(request, blocks(1, 2), 0)
+    assert side.step(step({"n": ([1, 2], 0, 8)})) == StepWords()
+    assert side.finished(request, [1, 2]) == (False, None)
+    (record,) = caplog.records
+    assert "request n is served without a transfer: kv_transfer_params: " in record.message
+    assert named in record.message
+    assert not side._malformed
 
 
 def test_workers_of_one_instance_have_to_fit(side: SchedulerSide) -> None:

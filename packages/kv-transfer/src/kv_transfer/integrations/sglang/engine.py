@@ -15,13 +15,15 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kv_transfer.arguments import check_items, check_seconds, check_text, check_whole
 from kv_transfer.engine import Blocks, TransferEngine, wait_batch
-from kv_transfer.errors import EngineError, TransferError, TransferFailed
+from kv_transfer.errors import ArgumentError, EngineError, TransferError, TransferFailed
 from kv_transfer.regions import register_buffers
 
 __all__ = ["BlockList", "SessionEngine", "session_of"]
 
 _PREFIX = "kv-transfer/1/"
+_TOP = 2**64 - 1
 logger = logging.getLogger(__name__)
 
 
@@ -44,25 +46,55 @@ class BlockList:
         """Takes lists of numbers; blocks without bytes are left out.
 
         Raises:
-            TransferFailed: Lists of unequal length, or a number that is no 64-bit address.
+            TransferFailed: No lists, lists of unequal length, or a number that is no 64-bit address.
         """
-        if not len(source) == len(destination) == len(nbytes):
+        columns = [
+            _column(name, values)
+            for name, values in (("sources", source), ("destinations", destination), ("lengths", nbytes))
+        ]
+        sizes = [len(column) for column in columns]
+        if len(set(sizes)) > 1:
             raise TransferFailed(
-                f"blocks: {len(source)} sources, {len(destination)} destinations, {len(nbytes)} lengths",
+                f"blocks: {sizes[0]} sources, {sizes[1]} destinations, {sizes[2]} lengths",
+                local=str(sizes),
                 consequence="nothing was written",
                 remedy="give one of each for every block",
             )
-        kept = [block for block in zip(source, destination, nbytes, strict=True) if block[2]]
-        for block in kept:
-            if min(block) < 0 or max(block[0], block[1]) + block[2] >= 1 << 64:
-                raise TransferFailed(
-                    f"block {block}: an address outside the 64-bit range",
-                    local=block,
-                    consequence="nothing was written",
-                    remedy="check pointers, item lengths and page ids",
-                )
-        columns = [np.array(column, np.uint64) for column in zip(*kept, strict=True)] or [np.empty(0, np.uint64)] * 3
-        return cls(*columns)
+        kept = columns[2] > 0
+        first, second, size = (column[kept] for column in columns)
+        past = np.flatnonzero(np.maximum(first, second) > np.uint64(2**64 - 1) - size)
+        if len(past):
+            block = tuple(int(column[past[0]]) for column in (first, second, size))
+            raise TransferFailed(
+                f"block {block}: an address outside the 64-bit range",
+                local=block,
+                consequence="nothing was written",
+                remedy="check pointers, item lengths and page ids",
+            )
+        return cls(first, second, size)
+
+
+def _column(name: str, values: object) -> npt.NDArray[np.uint64]:
+    """One column of blocks. Shape: [blocks].
+
+    Raises:
+        TransferFailed: It is no list of 64-bit numbers.
+    """
+    try:
+        if not isinstance(values, Sequence | np.ndarray) or isinstance(values, str | bytes):
+            raise TypeError(f"a {type(values).__name__}")
+        array = np.asarray(values)
+        if array.ndim == 1 and (not array.size or (array.dtype.kind in "iu" and array.min() >= 0)):
+            return array.astype(np.uint64)
+        found = f"{array.dtype} of shape {array.shape}, among them {array.reshape(-1)[:4].tolist()!r:.80}"
+    except (TypeError, ValueError, OverflowError) as error:
+        found = str(error)
+    raise TransferFailed(
+        f"{name}: expected a list of numbers within the 64-bit range, got {found}",
+        local=found,
+        consequence="nothing was written",
+        remedy="check pointers, item lengths and page ids",
+    )
 
 
 def session_of(wire: str, engine: str) -> str:
@@ -73,8 +105,10 @@ def session_of(wire: str, engine: str) -> str:
         engine: Name of the local engine.
 
     Raises:
+        ArgumentError: No session id.
         EngineError: The peer moves bytes with another engine.
     """
+    check_text("session", wire)
     if not wire.startswith(_PREFIX):
         return wire
     name, _, rest = wire.removeprefix(_PREFIX).partition("/")
@@ -99,7 +133,7 @@ class SessionEngine:
 
     def __init__(self, engine: TransferEngine, *, timeout: float = 300.0) -> None:
         self.engine = engine
-        self._timeout = timeout
+        self._timeout = check_seconds("timeout", timeout)
         self._lock = threading.Lock()
         self._registered: list[int] = []
 
@@ -118,9 +152,22 @@ class SessionEngine:
             0.
 
         Raises:
+            ArgumentError: No lists of whole numbers, or of unequal length.
             EngineError: The engine refused a region, or its limits do; none of this call is open.
         """
-        buffers = [(int(at), int(size)) for at, size in zip(ptrs, lengths, strict=True) if size]
+        addresses, sizes = check_items("ptrs", ptrs), check_items("lengths", lengths)
+        if len(addresses) != len(sizes):
+            raise ArgumentError(
+                f"ptrs, lengths: {len(addresses)} addresses and {len(sizes)} lengths",
+                local=len(addresses),
+                consequence="nothing was registered",
+                remedy="give one length for every address",
+            )
+        buffers = [
+            (check_whole("ptrs", at, _TOP), own)
+            for at, size in zip(addresses, sizes, strict=True)
+            if (own := check_whole("lengths", size, _TOP))
+        ]
         with self._lock:
             self._registered += register_buffers(self.engine, buffers)
         return 0
@@ -143,7 +190,7 @@ class SessionEngine:
         try:
             self.move(session, self._split(BlockList.of(sources, destinations, lengths)))
         except TransferError as error:
-            logger.error("transfer to %s failed: %s", session[:80], error)
+            logger.error("transfer to %.80s failed: %s", session, error)
             return -1
         return 0
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import kv_planner
 
 from kv_transfer.integrations._engine import engine_module
-from kv_transfer.integrations.sglang.names import LATENTS, PAIRS, Name, refusal
+from kv_transfer.integrations.sglang.names import LATENTS, PAIRS, Name, refusal, stated
 from kv_transfer.integrations.sglang.rank import RELEASE
 from kv_transfer.integrations.sglang.words import WINDOW, word
 
@@ -55,7 +55,7 @@ def name_entries(
 
     Arguments and errors are those of `setup_state_kv_args`.
     """
-    drafts = int(getattr(kv_args, "num_draft_entries", 0) or 0)
+    drafts = stated(kv_args, "num_draft_entries") or 0
     _name_windows(kv_args, token_to_kv_pool)
     target = _groups(token_to_kv_pool)
     draft = _groups(draft_token_to_kv_pool) if drafts else []

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import kv_planner
 
-from kv_transfer.integrations.sglang.names import LATENTS, Name, entry_list, own_names, refusal, total_layers
+from kv_transfer.arguments import check_kind, check_text
+from kv_transfer.integrations.sglang.names import LATENTS, Name, entry_list, own_names, refusal, stated, total_layers
 
 if TYPE_CHECKING:
     from kv_planner import Component, DType, Part
@@ -51,10 +52,14 @@ def manifest_of(
         The manifest; entries in the order of `kv_data_ptrs`.
 
     Raises:
+        ArgumentError: An argument of another kind.
         UnsupportedLayout: A field says too little or contradicts another, an item length is None or no page.
         PlanError: What kv-planner refuses.
     """
-    place = placement or kv_planner.Placement()
+    check_kind("mla", mla, bool)
+    if fingerprint != "":
+        check_text("fingerprint", fingerprint)
+    place = kv_planner.Placement() if placement is None else check_kind("placement", placement, kv_planner.Placement)
     last = place.pp_rank == place.pp_size - 1
     names = own_names(kv_args, mla=mla, pp_size=place.pp_size, last=last)
     lengths = (entry_list(kv_args, "kv_data_lens"), entry_list(kv_args, "kv_item_lens"))
@@ -63,8 +68,8 @@ def manifest_of(
             "kv_item_lens", [len(values) for values in lengths], len(names), "the lists are parallel to kv_data_ptrs",
             "publish a length for every buffer",
         )  # fmt: skip
-    page = kv_args.page_size
-    if not isinstance(page, int) or page < 1:
+    page = stated(kv_args, "page_size")
+    if not page:
         raise refusal("page_size", page, "1 or more", "without it no page can be found", "set the tokens of a page")
     heads, (first, stop) = _heads(kv_args, place, mla=mla)
     specs: dict[tuple[Component, Part], kv_planner.ComponentSpec] = {}
@@ -100,8 +105,13 @@ def fill_kv_args(kv_args: _Args, manifest: kv_planner.RankManifest) -> _Args:
         `kv_args`.
 
     Raises:
-        UnsupportedLayout: Items that lie apart in their buffers, which `KVArgs` has no field for.
+        ArgumentError: No manifest.
+        UnsupportedLayout: Items that lie apart in their buffers, which `KVArgs` has no field for; or a `KVArgs` that
+            takes no fields.
     """
+    check_kind("manifest", manifest, kv_planner.RankManifest)
+    if not hasattr(kv_args, "__dict__"):
+        raise refusal("kv_args", None, f"{kv_args!r:.80}", "it takes no fields", "pass SGLang's KVArgs")
     layout, place = manifest.layout, manifest.placement
     parts: tuple[Part, ...] = ("target", "draft")
     order = {(spec.component, spec.part): (parts.index(spec.part), i) for i, spec in enumerate(layout.components)}
@@ -137,7 +147,7 @@ def fill_kv_args(kv_args: _Args, manifest: kv_planner.RankManifest) -> _Args:
 
 def _heads(kv_args: Any, place: kv_planner.Placement, *, mla: bool) -> tuple[int, tuple[int, int]]:
     """Heads over all ranks, and this rank's."""
-    total, own = (int(getattr(kv_args, name, 0) or 0) for name in ("total_kv_head_num", "kv_head_num"))
+    total, own = (stated(kv_args, name) or 0 for name in ("total_kv_head_num", "kv_head_num"))
     if mla:
         return 1, (0, 1)
     total = total or own * place.tp_size

@@ -20,7 +20,7 @@ from kv_transfer.engine import Blocks
 from kv_transfer.errors import EngineError, TransferFailed
 from kv_transfer.integrations._engine import engine_module
 from kv_transfer.integrations.sglang.engine import SessionEngine
-from kv_transfer.integrations.sglang.names import own_names, refusal
+from kv_transfer.integrations.sglang.names import check_list, own_names, refusal
 from kv_transfer.integrations.sglang.pages import Pages, Ranks
 from kv_transfer.integrations.sglang.peer import Peer
 from kv_transfer.integrations.sglang.pointers import Pointers
@@ -122,9 +122,10 @@ class PlannedTransfers(Registrations, Pointers):
             UnsupportedLayout: Device indices; an item length or TP size of None; lists that do not fit.
             PlanError: Pages or buffers that cannot be paired. Nothing was written.
         """
+        _check_call(mooncake_session_id, dst_kv_ptrs, dst_layer_ids)
         if dst_device_kv_indices is not None:
             raise refusal(
-                "dst_device_kv_indices", None, len(dst_device_kv_indices), "a second list of pages is not moved",
+                "dst_device_kv_indices", None, f"{dst_device_kv_indices!r:.80}", "a second list of pages is not moved",
                 "switch HiSparse off on decode",
             )  # fmt: skip
         own = self.kv_args.kv_item_lens[0] if self.kv_args.kv_item_lens else 0
@@ -163,6 +164,7 @@ class PlannedTransfers(Registrations, Pointers):
 
         Arguments, returns and errors are those of `send_kvcache`; `dst_tp_rank` says which heads the peer has.
         """
+        _check_call(mooncake_session_id, dst_kv_ptrs, dst_layer_ids)
         peer = self._peers.get(mooncake_session_id)
         if peer is not None and self._is_registered(
             peer, dst_kv_ptrs, dst_layer_ids, dst_kv_item_len, dst_attn_tp_size
@@ -325,6 +327,18 @@ class PlannedTransfers(Registrations, Pointers):
         return self.engine.engine.capabilities.planner()
 
 
+def _check_call(session: object, pointers: object, ids: object) -> None:
+    """Refuses what could name no peer and no buffers.
+
+    Raises:
+        UnsupportedLayout: The session is no text, or a list is none.
+    """
+    if not isinstance(session, str):
+        raise refusal("mooncake_session_id", None, f"{session!r:.80}", "no text", "pass the peer's session id")
+    check_list("dst_kv_ptrs", pointers)
+    check_list("dst_layer_ids", () if ids is None else ids)
+
+
 def _pages(source: Any, destination: Any) -> tuple[Any, Any]:
     """Both lists as int64; an empty one has no dtype of its own.
 
@@ -333,7 +347,10 @@ def _pages(source: Any, destination: Any) -> tuple[Any, Any]:
     """
     found = []
     for name, pages in (("prefill_kv_indices", source), ("dst_kv_indices", destination)):
-        array = np.asarray(pages).reshape(-1)
+        try:
+            array = np.asarray(pages).reshape(-1)
+        except ValueError:  # lists of unequal length
+            array = np.zeros(1, object)
         if array.size and array.dtype.kind not in "iu":
             raise refusal(
                 name, str(array.dtype), "int32 or int64", "page ids are whole numbers", "pass the allocator's indices"

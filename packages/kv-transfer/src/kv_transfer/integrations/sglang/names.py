@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import kv_planner
 
-from kv_transfer.errors import UnsupportedLayout
+from kv_transfer.arguments import check_whole
+from kv_transfer.errors import ArgumentError, UnsupportedLayout
 
 if TYPE_CHECKING:
     from kv_planner import Component, Part
@@ -23,14 +24,17 @@ __all__ = [
     "PAIRS",
     "Name",
     "Stage",
+    "check_list",
     "compressed_names",
     "entry_list",
+    "optional_list",
     "own_names",
     "pair_entries",
     "pair_with_peer",
     "peer_stage",
     "refusal",
     "stage_of",
+    "stated",
     "total_layers",
 ]
 
@@ -59,9 +63,47 @@ def entry_list(kv_args: Any, field: str) -> list[Any]:
         UnsupportedLayout: It is None, or no list.
     """
     values = getattr(kv_args, field, None)
-    if values is None or isinstance(values, str) or not isinstance(values, Iterable):
-        raise refusal(field, values, "a list", "every buffer has an item in it", "fill it before the manager is made")
-    return list(values)
+    try:
+        if isinstance(values, Iterable) and not isinstance(values, str | bytes):
+            return list(values)
+    except TypeError:  # an array without an axis
+        pass
+    raise refusal(field, values, "a list", "every buffer has an item in it", "fill it before the manager is made")
+
+
+def check_list(field: str, values: object) -> None:
+    """Refuses an argument of a call that is no list.
+
+    Raises:
+        UnsupportedLayout: It is none.
+    """
+    if not isinstance(values, list | tuple):
+        raise refusal(field, None, f"{values!r:.80}", "no list", "pass what was registered")
+
+
+def optional_list(kv_args: Any, field: str) -> list[Any]:
+    """A list of `KVArgs`, empty where it says nothing.
+
+    Raises:
+        UnsupportedLayout: It is no list.
+    """
+    return [] if getattr(kv_args, field, None) is None else entry_list(kv_args, field)
+
+
+def stated(kv_args: Any, field: str) -> int | None:
+    """A number of `KVArgs`; None where it says nothing.
+
+    Raises:
+        UnsupportedLayout: It is no whole number from 0 on.
+    """
+    value = getattr(kv_args, field, None)
+    try:
+        return None if value is None else check_whole(field, value)
+    except ArgumentError:
+        what = type(value).__name__
+        raise refusal(
+            field, f"{value!r:.80}", "a whole number", f"no number, a {what}", "give an int or None"
+        ) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +145,7 @@ def total_layers(kv_args: Any) -> int | None:
     Raises:
         UnsupportedLayout: `hidden_kv_layers` and `total_kv_layers` differ.
     """
-    newer, older = (getattr(kv_args, name, None) or None for name in ("hidden_kv_layers", "total_kv_layers"))
+    newer, older = (stated(kv_args, name) or None for name in ("hidden_kv_layers", "total_kv_layers"))
     if newer and older and newer != older:
         raise refusal(
             "hidden_kv_layers", newer, older, "total_kv_layers says otherwise", "set one, or both to the same number"
@@ -119,8 +161,8 @@ def components_of(kv_args: Any, *, mla: bool) -> tuple[Component, ...]:
     """
     if not mla:
         return PAIRS
-    groups = getattr(kv_args, "kv_buf_groups", None)
-    if groups not in (1, 2, 3, 4):
+    groups = stated(kv_args, "kv_buf_groups")
+    if groups is None or groups not in (1, 2, 3, 4):
         raise refusal(
             "kv_buf_groups", groups, "1 to 4", "the number of groups is given, never measured on a list",
             "fill KVArgs with kv_transfer.integrations.sglang.setup_state_kv_args",
@@ -148,10 +190,10 @@ def stage_of(kv_args: Any, entries: int, *, mla: bool, pp_size: int | None, last
             "kv_data_ptrs", entries, groups, f"{entries} entries are no whole number of {groups} groups",
             "give every entry a layer id, or a name by setup_state_kv_args",
         )  # fmt: skip
-    layers, said = entries // groups, getattr(kv_args, "num_draft_entries", None)
+    layers, said = entries // groups, stated(kv_args, "num_draft_entries")
     if said is not None and (said % groups or said > entries):
         raise refusal("num_draft_entries", said, entries, f"no whole number of {groups} groups", "count every buffer")
-    start, hidden = int(getattr(kv_args, "prefill_start_layer", 0) or 0), total_layers(kv_args)
+    start, hidden = stated(kv_args, "prefill_start_layer") or 0, total_layers(kv_args)
     if hidden is None:
         if pp_size != 1 or start:
             raise refusal(
@@ -161,7 +203,7 @@ def stage_of(kv_args: Any, entries: int, *, mla: bool, pp_size: int | None, last
         hidden = layers - (said or 0) // groups
     # The older field set does not count the draft: what is behind the model's last layer is the draft's.
     drafts = max(0, start + layers - hidden) if said is None else said // groups
-    configured = getattr(kv_args, "draft_kv_layers", None)
+    configured = stated(kv_args, "draft_kv_layers")
     stage = Stage(components, hidden, start, layers - drafts, drafts)
     if stage.target < 0 or start + stage.target > hidden or (last and start + stage.target != hidden):
         raise refusal(
@@ -213,12 +255,16 @@ def own_names(kv_args: Any, *, mla: bool, pp_size: int | None, last: bool | None
         UnsupportedLayout: Names or ids do not cover the list, or counts do not say what is in it.
     """
     entries = len(entry_list(kv_args, "kv_data_ptrs"))
-    given, ids = getattr(kv_args, "kv_entry_names", None), list(getattr(kv_args, "kv_layer_ids", None) or ())
+    given, ids = (optional_list(kv_args, field) for field in ("kv_entry_names", "kv_layer_ids"))
     for field, values in (("kv_entry_names", given), ("kv_layer_ids", ids)):
         if values and len(values) != entries:
             raise refusal(
                 field, len(values), entries, "not one for every entry of kv_data_ptrs", "publish all of them, or none"
             )
+    wrong = [name for name in given if not (isinstance(name, Sequence) and len(name) == 4)]
+    if wrong:
+        what = "a component, a part, a layer id and an occurrence"
+        raise refusal("kv_entry_names", f"{wrong[0]!r:.80}", what, "no name of a buffer", "let name_entries write them")
     if given:
         return tuple((name[0], name[1], name[2], name[3]) for name in given)
     if ids:

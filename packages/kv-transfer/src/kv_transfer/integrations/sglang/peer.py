@@ -14,7 +14,7 @@ import kv_planner
 import numpy as np
 
 from kv_transfer.engine import Blocks
-from kv_transfer.integrations.sglang.names import entry_list, own_names, pair_with_peer, refusal
+from kv_transfer.integrations.sglang.names import entry_list, optional_list, own_names, pair_with_peer, refusal, stated
 from kv_transfer.integrations.sglang.pages import Buffers, PagePlan, Ranks
 from kv_transfer.integrations.sglang.published import Published
 from kv_transfer.integrations.sglang.rows import StateShape, aux_rows, pair_aux, state_rows
@@ -52,7 +52,7 @@ class Local:
 
     def heads(self) -> int | None:
         """KV heads over all ranks; None: `KVArgs` does not say."""
-        total, own = (int(getattr(self.kv_args, name, 0) or 0) for name in ("total_kv_head_num", "kv_head_num"))
+        total, own = (stated(self.kv_args, name) or 0 for name in ("total_kv_head_num", "kv_head_num"))
         return total or own * self.tp_size or None
 
     def ranks(self, tp_rank: object, tp_size: object) -> Ranks:
@@ -209,6 +209,9 @@ class Peer:
     def __init__(
         self, local: Local, info: Any, published: Published | None = None, *, shared: Sequence[bool] = ()
     ) -> None:
+        for field in ("dst_kv_ptrs", "dst_kv_item_lens", "dst_aux_ptrs"):
+            entry_list(info, field)
+        optional_list(info, "dst_kv_layer_ids")
         self.info, self.published = info, published
         self._local = local
         args = local.kv_args

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kv_transfer.integrations.sglang.names import compressed_names, own_names, pair_entries, pair_with_peer, refusal
+from kv_transfer.integrations.sglang.names import (
+    check_list,
+    compressed_names,
+    own_names,
+    pair_entries,
+    pair_with_peer,
+    refusal,
+)
 from kv_transfer.integrations.sglang.rank import Rank
 from kv_transfer.integrations.sglang.words import C4_STATE, C128, WINDOW, word
 
@@ -31,6 +38,8 @@ class Pointers(Rank):
             UnsupportedLayout: Fields say too little, or contradict the lists.
             PlanError: An own buffer is missing at the peer.
         """
+        check_list("src_kv_ptrs", src_kv_ptrs)
+        check_list("dst_kv_ptrs", dst_kv_ptrs)
         args, kind = self.kv_args, None if state_type is None else word(state_type)
         ratios = getattr(args, "mla_compression_ratios", None)
         if ratios:
@@ -50,6 +59,8 @@ class Pointers(Rank):
             UnsupportedLayout: Fields say too little, or contradict the lists.
             PlanError: An own buffer is missing at the peer.
         """
+        check_list("src_kv_ptrs", src_kv_ptrs)
+        check_list("dst_kv_ptrs", dst_kv_ptrs)
         pairs = self._bare_pairs(src_kv_ptrs, dst_kv_ptrs, mla=False)
         names = own_names(self._of_length(len(src_kv_ptrs)), **{**self._local().stage, "mla": False})
         halves = [[pair for pair in pairs if names[pair[0]][0] == kind] for kind in ("key", "value")]

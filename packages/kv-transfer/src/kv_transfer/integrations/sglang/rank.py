@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from kv_transfer.integrations.sglang.names import own_names
+from kv_transfer.integrations.sglang.names import own_names, stated
 from kv_transfer.integrations.sglang.peer import Local
 from kv_transfer.integrations.sglang.words import word
 
@@ -29,10 +29,10 @@ class Rank(_Base):  # type: ignore[misc]  # Any: SGLang's manager
         return Local(
             args,
             bool(getattr(self, "is_mla_backend", False) or getattr(self, "is_hybrid_mla_backend", False)),
-            int(getattr(args, "engine_rank", 0) or 0) % size,
+            (stated(args, "engine_rank") or 0) % size,
             size,
             getattr(self, "state_tp_size", size),
-            int(getattr(args, "pp_rank", 0) or 0),
+            stated(args, "pp_rank") or 0,
             getattr(self, "pp_size", 1),
         )
 
@@ -45,7 +45,7 @@ class Rank(_Base):  # type: ignore[misc]  # Any: SGLang's manager
             if given is not None and len(given) == entries:
                 return [bool(one) for one in given]
             return [name[0] == "index_key" or name[1] == "draft" for name in own_names(args, **self._local().stage)]
-        drafts = int(getattr(args, "num_draft_entries", 0) or 0)
+        drafts = stated(args, "num_draft_entries") or 0
         return [entry >= entries - drafts for entry in range(entries)]
 
     def _is_prefill(self) -> bool:

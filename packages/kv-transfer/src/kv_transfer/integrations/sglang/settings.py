@@ -44,7 +44,7 @@ def create_session_engine(manager: Any) -> SessionEngine:
     text = os.environ.get(OPTIONS, "").strip() or "{}"
     try:
         options = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ArgumentError(
             f"{OPTIONS}: {error}", local=text[:200], consequence="no engine could be made", remedy="give a JSON object"
         ) from error

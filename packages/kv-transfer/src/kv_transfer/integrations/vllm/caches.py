@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import kv_planner
 
+from kv_transfer.arguments import check_kind, check_whole
 from kv_transfer.errors import UnsupportedLayout
 from kv_transfer.integrations.vllm.settings import Settings, place_of
 
@@ -56,9 +57,10 @@ def layer_of(name: str) -> int:
     """The global layer id in a layer's name.
 
     Raises:
+        ArgumentError: It is no text.
         UnsupportedLayout: It has none, or several numbers.
     """
-    numbers = [int(word) for word in name.split(".") if word.isdecimal()]
+    numbers = [int(word) for word in check_kind("layer name", name, str).split(".") if word.isdecimal()]
     if len(numbers) != 1:
         raise _refuse(name, "its name should hold one number, the layer's", repr(name))
     return numbers[0]
@@ -75,10 +77,12 @@ def read_caches(vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, 
         settings: Fingerprint, draft layers and group.
 
     Raises:
+        ArgumentError: Caches that are no mapping, or numbers of layers or heads that are none.
         UnsupportedLayout: An arrangement that is not moved; the layer and what was found are named.
     """
     block_size = _block_size(kv_cache_config)
-    total = vllm_config.model_config.get_total_num_hidden_layers()
+    total = check_whole("get_total_num_hidden_layers()", vllm_config.model_config.get_total_num_hidden_layers())
+    check_kind("kv_caches", kv_caches, Mapping)  # type: ignore[type-abstract]
     place = place_of(vllm_config, settings)
     found: dict[tuple[kv_planner.Part, int], list[_Buffer]] = {}
     layers: dict[str, tuple[kv_planner.Part, int]] = {}
@@ -269,7 +273,7 @@ def _total_heads(component: kv_planner.Component, part: kv_planner.Part, vllm_co
         return 1
     speculative = vllm_config.speculative_config
     model = speculative.draft_model_config if part == "draft" and speculative is not None else vllm_config.model_config
-    return int(model.get_total_num_kv_heads())
+    return check_whole("get_total_num_kv_heads()", model.get_total_num_kv_heads(), 2**31 - 1, least=1)
 
 
 def _same(what: str, values: set[Any]) -> Any:

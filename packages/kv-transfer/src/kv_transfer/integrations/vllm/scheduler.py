@@ -10,33 +10,67 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
 
 from kv_transfer.arguments import check_whole
 from kv_transfer.directory import Place
 from kv_transfer.errors import ArgumentError
 from kv_transfer.integrations.vllm.words import Chunk, Handshake, Load, StepWords
 
-__all__ = ["SchedulerSide", "room_of"]
+__all__ = ["SchedulerSide", "Wish"]
 
+_LOG = logging.getLogger(__name__)
 _TOP = 2**63 - 1
 
 
-def room_of(params: Mapping[str, Any]) -> int:
-    """The room in a request's parameters.
+class Wish(BaseModel):
+    """What a request says of its transfer in `kv_transfer_params`, which come from whoever sent it.
 
-    Raises:
-        ArgumentError: It is missing, or no number of a room.
+    Attributes:
+        do_remote_prefill: Its K/V come from the prefill side.
+        do_remote_decode: Its K/V go to the decode side.
+        room: The number that both sides know the transfer by.
+        prefill_group: Data-parallel group of the prefill side.
     """
-    if "room" not in params:
-        raise ArgumentError(
-            f"kv_transfer_params: there is no 'room' among {sorted(params)}",
-            local=sorted(params),
-            consequence="nobody would know which transfer the request belongs to",
-            remedy="pass on what the prefill side returned, or give both sides the same number",
-        )
-    return check_whole("room", params["room"], _TOP)
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    do_remote_prefill: bool | None = None
+    do_remote_decode: bool | None = None
+    room: Annotated[int, Field(ge=0, le=_TOP)] | None = None
+    prefill_group: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+
+    @classmethod
+    def of(cls, params: object) -> Wish:
+        """The wish in parameters; an empty one where there are none.
+
+        Raises:
+            ArgumentError: They are no mapping, a value is of another kind, or no room is named that decode could ask
+                for; all of it is in the text.
+        """
+        try:
+            wish = cls.model_validate({} if params is None else params)
+            wrong = ["room: needed where K/V come from the prefill side"] if wish.lacks_room else []
+        except pydantic.ValidationError as error:
+            wrong = [f"{'.'.join(map(str, item['loc'])) or 'all'}: {item['msg']}" for item in error.errors()]
+        if wrong:
+            raise ArgumentError(
+                f"kv_transfer_params: {'; '.join(wrong)}, got {params!r:.200}",
+                local=type(params).__name__,
+                consequence="nobody would know which transfer the request belongs to",
+                remedy="pass on what the prefill side returned, or give both sides the same room",
+            )
+        return wish
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether decode is to ask for K/V and does not know for which."""
+        return bool(self.do_remote_prefill) and self.room is None
 
 
 @dataclasses.dataclass
@@ -65,9 +99,13 @@ class SchedulerSide:
     """
 
     def __init__(self, block_size: int, group: int, engine_id: str) -> None:
-        """Nothing is under way."""
-        self._block_size = block_size
-        self._group = group
+        """Nothing is under way.
+
+        Raises:
+            ArgumentError: A size or group that is none.
+        """
+        self._block_size = check_whole("block_size", block_size, 2**31 - 1, least=1)
+        self._group = check_whole("group", group, 2**31 - 1)
         self._engine_id = engine_id
         self._sending: dict[str, _Sending] = {}
         self._loading: set[str] = set()
@@ -75,35 +113,31 @@ class SchedulerSide:
         self._aborts: list[tuple[str, str]] = []
         self._rejects: list[tuple[int, int, str]] = []
         self._preempted: list[str] = []
+        self._malformed: set[str] = set()
         self.workers: dict[tuple[int, ...], Handshake] = {}
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens that will come from the prefill side, and whether they come between steps."""
-        params = request.kv_transfer_params
-        if not params or not params.get("do_remote_prefill"):
+        if not self._wish(request).do_remote_prefill:
             return 0, False
-        room_of(params)
         count = request.num_prompt_tokens - num_computed_tokens
         return (count, True) if count > 0 else (0, False)
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Takes the blocks of a request: to be filled on the decode side, to be sent on the prefill side."""
-        params = request.kv_transfer_params
-        if not params:
-            return
-        if params.get("do_remote_prefill"):
-            params["do_remote_prefill"] = False  # once: what fails is computed here
+        wish = self._wish(request)
+        if wish.do_remote_prefill and wish.room is not None:
+            request.kv_transfer_params["do_remote_prefill"] = False  # once: what fails is computed here
             first = -(-(request.num_prompt_tokens - num_external_tokens) // self._block_size)
             count = self._blocks(request.num_prompt_tokens)
             own = blocks.get_block_ids()[0][first:count] if num_external_tokens else ()
             first = first if num_external_tokens else count
-            group = int(params.get("prefill_group", 0))
-            load = Load(request.request_id, room_of(params), group, request.num_prompt_tokens, first, tuple(own))
+            load = Load(request.request_id, wish.room, wish.prefill_group, request.num_prompt_tokens, first, tuple(own))
             self._loads.append(load)
             if own:
                 self._loading.add(request.request_id)
-        elif params.get("do_remote_decode") and request.request_id not in self._sending:
-            room = room_of(params) if "room" in params else self._new_room(request.request_id)
+        elif wish.do_remote_decode and request.request_id not in self._sending:
+            room = self._new_room(request.request_id) if wish.room is None else wish.room
             self._sending[request.request_id] = _Sending(room, request.num_prompt_tokens, [])
 
     def step(self, output: Any) -> StepWords:
@@ -140,10 +174,11 @@ class SchedulerSide:
         Returns:
             Whether its blocks stay until a worker says so, and the parameters for the other side.
         """
-        params = request.kv_transfer_params or {}
-        if params.get("do_remote_prefill"):  # it ends before it had blocks: the prefill side need not wait for it
-            params["do_remote_prefill"] = False
-            self._rejects.append((room_of(params), int(params.get("prefill_group", 0)), _reason(request)))
+        wish = self._wish(request)
+        self._malformed.discard(request.request_id)
+        if wish.do_remote_prefill and wish.room is not None:  # it ends before it had blocks: prefill need not wait
+            request.kv_transfer_params["do_remote_prefill"] = False
+            self._rejects.append((wish.room, wish.prefill_group, _reason(request)))
         if request.request_id in self._loading:
             self._aborts.append((request.request_id, _reason(request)))
         own = self._sending.pop(request.request_id, None)
@@ -185,6 +220,19 @@ class SchedulerSide:
                 remedy="give all workers of an instance the same configuration, and each its rank",
             )
         self.workers = dict(workers)
+
+    def _wish(self, request: Any) -> Wish:
+        """What a request wants; one whose parameters are malformed is computed here, and the log says why, once.
+
+        An error would end vLLM's scheduler, and with it every other request.
+        """
+        try:
+            return Wish.of(request.kv_transfer_params)
+        except ArgumentError as error:
+            if request.request_id not in self._malformed:
+                self._malformed.add(request.request_id)
+                _LOG.error("request %s is served without a transfer: %s", request.request_id, error)
+            return Wish()
 
     def _preempt(self, name: str) -> None:
         """Its blocks are gone: the transfer ends, and what it computes again is not sent."""

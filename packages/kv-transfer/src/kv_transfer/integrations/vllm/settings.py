@@ -12,6 +12,7 @@ import kv_planner
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
+from kv_transfer.arguments import check_kind, check_whole
 from kv_transfer.config import Timeouts
 from kv_transfer.errors import ArgumentError, UnsupportedLayout
 
@@ -65,6 +66,7 @@ class Settings(BaseModel):
             ArgumentError: A name that is none, or a value of another kind; all of them are listed.
         """
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        check_kind("kv_connector_extra_config", extra, dict)
         try:
             return cls.model_validate(extra)
         except pydantic.ValidationError as error:
@@ -89,7 +91,7 @@ class Settings(BaseModel):
         """
         try:
             return None if self.secret_file is None else self.secret_file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # a name that no file can have, or bytes that are no text
             raise ArgumentError(
                 f"kv_connector_extra_config: secret_file: {error}",
                 local=str(self.secret_file),
@@ -132,7 +134,7 @@ def side_of(vllm_config: Any) -> Side:
     Raises:
         ArgumentError: It is to be both: a request would be looked for on the wrong side.
     """
-    role = vllm_config.kv_transfer_config.kv_role
+    role = str(vllm_config.kv_transfer_config.kv_role)
     if role == "kv_producer":
         return "prefill"
     if role == "kv_consumer":
@@ -149,11 +151,16 @@ def place_of(vllm_config: Any, settings: Settings) -> kv_planner.Placement:
     """The rank of a worker among those of its side.
 
     Raises:
+        ArgumentError: A size or rank of vLLM's configuration is no number of its kind.
         UnsupportedLayout: Context parallelism, or a rank that its sizes do not hold.
     """
     parallel = vllm_config.parallel_config
+
+    def stated(name: str, least: int = 1) -> int:
+        return check_whole(f"parallel_config.{name}", getattr(parallel, name), 2**31 - 1, least=least)
+
     for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
-        size = getattr(parallel, name)
+        size = stated(name)
         if size > 1:
             raise UnsupportedLayout(
                 f"{name}: this connector serves instances whose ranks hold whole requests, got {size}",
@@ -161,10 +168,10 @@ def place_of(vllm_config: Any, settings: Settings) -> kv_planner.Placement:
                 consequence="tokens of a page would be missing",
                 remedy=f"set {name} to 1",
             )
-    tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    rank = parallel.rank % (tp_size * pp_size)
-    group = parallel.data_parallel_rank if settings.group is None else settings.group
-    groups = parallel.data_parallel_size if settings.groups is None else settings.groups
+    tp_size, pp_size = stated("tensor_parallel_size"), stated("pipeline_parallel_size")
+    rank = stated("rank", 0) % (tp_size * pp_size)
+    group = stated("data_parallel_rank", 0) if settings.group is None else settings.group
+    groups = stated("data_parallel_size") if settings.groups is None else settings.groups
     if group >= groups:
         raise UnsupportedLayout(
             f"group: {group} is not below the number of groups, {groups}",
