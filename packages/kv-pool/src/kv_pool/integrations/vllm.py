@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kv_pool._arguments import check_kind
 from kv_pool.errors import StorageDamaged, StorageError, UnrepeatableKeys
 from kv_pool.hicache.storage import Closes, RegistersMemory, create_storage
 from kv_pool.integrations._engine import engine_module, stored_key
+from kv_pool.tables import whole_number
 
 if TYPE_CHECKING:
     from kv_pool.hicache.storage import PageStorage
@@ -47,7 +49,8 @@ class BlockStore:
             ends with this process.
 
     Raises:
-        StorageError: The store does not exist or cannot be used, or the memory is not as above.
+        StorageError: The store does not exist or cannot be used, the memory is not as above, or an argument is of
+            another kind.
         UnrepeatableKeys: The store is shared, and PYTHONHASHSEED is not set.
     """
 
@@ -72,6 +75,13 @@ class BlockStore:
                 "no block would ever be found again while the store fills up",
                 remedy="set PYTHONHASHSEED before vLLM starts, or pass shared=false for a store of this process alone",
             )
+        check_kind("storage", storage, str, StorageError)
+        options = {} if options is None else check_kind("options", options, dict, StorageError)
+        check_kind("salt", salt, str, StorageError)
+        check_kind("shared", shared, bool, StorageError)
+        consequence = "nobody would read and write"
+        threads = whole_number("threads", threads, least=1, most=1024, error=StorageError, consequence=consequence)
+        check_kind("primary_kv_view", primary_kv_view, memoryview, StorageError)
         if primary_kv_view.ndim != 2 or not primary_kv_view.c_contiguous or primary_kv_view.readonly:
             raise StorageError(
                 "primary_kv_view",
@@ -82,7 +92,7 @@ class BlockStore:
             )
         self._blocks = np.asarray(primary_kv_view).view(np.uint8)
         self._identity = _identity(offloading_spec, self._blocks.shape[1], salt)
-        self._storage: PageStorage = create_storage(storage, **(options or {}))
+        self._storage: PageStorage = create_storage(storage, **options)
         if isinstance(self._storage, RegistersMemory):
             self._storage.register([self._blocks.reshape(-1)])
         self._threads = ThreadPoolExecutor(threads, "kv-pool-vllm")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from kv_pool._arguments import check_kind, check_list
 from kv_pool.errors import StorageDamaged, StorageError
 from kv_pool.hicache.storage.protocols import leading_pages
 from kv_pool.integrations._engine import bytes_at, stored_key
@@ -95,7 +96,11 @@ class PoolPages:
     def _starts(self, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[int]:
         """First slots of the pages; refuses whatever is not one whole page a key."""
         size = self.page_size
-        slots = torch.zeros(0, dtype=torch.int64) if host_indices is None else host_indices.cpu()
+        check_list("keys", keys, StorageError)
+        if host_indices is None:
+            slots = torch.zeros(0, dtype=torch.int64)
+        else:
+            slots = check_kind("host_indices", host_indices, torch.Tensor, StorageError).cpu()
         pages = slots.reshape(-1, size) if slots.numel() == len(keys) * size else None
         if pages is None or bool((pages != pages[:, :1] + torch.arange(size)).any() or (pages[:, 0] % size).any()):
             expected = f"{len(keys)} whole pages of {size} slots, each from its first slot on"
@@ -128,6 +133,7 @@ def flat(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     Raises:
         StorageError: Not contiguous host memory.
     """
+    check_kind("target", tensor, torch.Tensor, StorageError)
     if not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise refused("target", f"strides {tensor.stride()} on {tensor.device}", "contiguous host memory", "copy it")
     found: np.ndarray[Any, np.dtype[np.uint8]] = tensor.detach().reshape(-1).view(torch.uint8).numpy()

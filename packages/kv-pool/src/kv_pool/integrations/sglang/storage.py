@@ -11,11 +11,13 @@ and a page; which prefixes are whole is said here, by SGLang's hit policies.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kv_pool._arguments import check_kind, check_mapping
+from kv_pool.errors import StorageError
 from kv_pool.hicache.storage import Closes, RegistersMemory, create_storage
 from kv_pool.hicache.storage.protocols import leading_pages
 from kv_pool.integrations._engine import engine_module
@@ -46,12 +48,16 @@ class HostPages:
         kwargs: What SGLang's factory passes; not read.
 
     Raises:
-        StorageError: The store does not exist or cannot be used.
+        StorageError: The store does not exist or cannot be used, or a value of the extra config is of another kind.
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
-        extra = dict(storage_config.extra_config or {})
-        self._storage: PageStorage = create_storage(extra.get("storage", "files"), **extra.get("options", {}))
+        given = storage_config.extra_config
+        extra: Mapping[str, Any] = {} if given is None else check_mapping("extra_config", given, StorageError)
+        store = check_kind("extra_config['storage']", extra.get("storage", "files"), str, StorageError)
+        options = check_mapping("extra_config['options']", extra.get("options", {}), StorageError)
+        check_kind("extra_config['salt']", extra.get("salt", ""), str, StorageError)
+        self._storage: PageStorage = create_storage(store, **options)
         self._identity = {name: getattr(storage_config, name) for name in _FIELDS}
         self._identity |= {"schema": SCHEMA_VERSION, "salt": extra.get("salt", "")}
         self._rank = {name: getattr(storage_config, name) for name in _RANKED}
