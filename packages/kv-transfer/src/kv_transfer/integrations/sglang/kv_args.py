@@ -57,7 +57,7 @@ def manifest_of(
         PlanError: What kv-planner refuses.
     """
     check_kind("mla", mla, bool)
-    if fingerprint != "":
+    if check_kind("fingerprint", fingerprint, str):
         check_text("fingerprint", fingerprint)
     place = kv_planner.Placement() if placement is None else check_kind("placement", placement, kv_planner.Placement)
     last = place.pp_rank == place.pp_size - 1

@@ -87,13 +87,18 @@ class Ranks:
         """Refuses sizes that are no numbers.
 
         Raises:
-            UnsupportedLayout: A size is None or not positive.
+            UnsupportedLayout: A size is None or not positive, or a rank is no number.
         """
-        for side, (rank, size) in (("attn_tp_size", self.source), ("dst_attn_tp_size", self.destination)):
-            if not isinstance(size, int) or size < 1 or not isinstance(rank, int):
+        for side, (rank, size) in (("", self.source), ("dst_", self.destination)):
+            if type(size) is not int or size < 1:
                 raise refusal(
-                    side, size, "at least 1", "without the TP size nobody knows which heads a rank holds",
-                    "publish the TP size of both sides",
+                    f"{side}attn_tp_size", size, "at least 1",
+                    "without the TP size nobody knows which heads a rank holds", "publish the TP size of both sides",
+                )  # fmt: skip
+            if type(rank) is not int or rank < 0:
+                raise refusal(
+                    f"{side}tp_rank", rank, "0 or more", "without the TP rank nobody knows which heads it holds",
+                    "publish the TP rank of both sides",
                 )  # fmt: skip
 
     def places(self) -> tuple[tuple[int, int], tuple[int, int]]:
