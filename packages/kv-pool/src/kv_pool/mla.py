@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 from kv_planner import ModelLayout, Placement
 
+from kv_pool._arguments import check_kind
 from kv_pool._geometry import derive_geometry, require_pair
 from kv_pool._paged import Pool, pages_of
 from kv_pool._rows import RowStore
 from kv_pool._storage import Form, Region, allocate, as_device
-from kv_pool.errors import LayoutError, WidthMismatch
+from kv_pool.errors import LayoutError, RowMismatch, WidthMismatch
 from kv_pool.tables import whole_number
 from kv_pool.writers import WriterName
 
@@ -173,9 +174,11 @@ class MlaPool(Pool):
                 consequence="a token would have half of its components",
                 remedy="pass what the layout declares",
             )
+        check_kind(first, one, torch.Tensor, RowMismatch)
         if two is None:
             self._store.single(cache, slots, one)
         else:
+            check_kind(second, two, torch.Tensor, RowMismatch)
             self._store.pair(cache, self.view(second, layer_id, part), slots, one, two)
 
 

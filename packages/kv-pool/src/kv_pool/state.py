@@ -17,7 +17,7 @@ from kv_pool._geometry import derive_geometry
 from kv_pool._paged import Pool
 from kv_pool._storage import Region, allocate, as_device
 from kv_pool.errors import LayoutError, PoolSizeError, RowMismatch, UnknownLayer
-from kv_pool.tables import whole_number
+from kv_pool.tables import INT32_MAX, whole_number
 from kv_pool.writers import WriterName, create_writer
 from kv_pool.writers._checks import check_rows
 
@@ -77,7 +77,9 @@ class StatePool:
         region: Region | None = None,
     ) -> None:
         consequence = "row 0 is reserved, so no request would have a state"
-        self._rows = whole_number("requests", requests, least=1, error=PoolSizeError, consequence=consequence) + 1
+        most = INT32_MAX - 1  # rows that an index can name
+        requests = whole_number("requests", requests, least=1, most=most, error=PoolSizeError, consequence=consequence)
+        self._rows = requests + 1
         check_mapping("layouts", layouts, LayoutError)
         shapes = {} if shapes is None else check_mapping("shapes", shapes, LayoutError)
         if not layouts or not set(shapes) <= set(layouts):

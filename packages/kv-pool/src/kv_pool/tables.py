@@ -108,7 +108,8 @@ def slots_for(pages: IndexLike, start: int, stop: int, page_size: int) -> IntArr
             in use, or one whose slots do not fit int64.
     """
     ids = as_index_array("pages", pages)
-    page_size = whole_number("page_size", page_size, least=1, consequence="no slot can be computed")
+    consequence = "no slot can be computed"
+    page_size = whole_number("page_size", page_size, least=1, most=INT32_MAX, consequence=consequence)
     start = whole_number("start", start, consequence="positions count from 0")
     stop = whole_number("stop", stop, consequence="positions count from 0")
     capacity = ids.size * page_size

@@ -66,7 +66,7 @@ class BlockStore:
         shared: bool = True,
     ) -> None:
         self.tier_type = tier_type
-        if shared and "PYTHONHASHSEED" not in os.environ:
+        if check_kind("shared", shared, bool, StorageError) and "PYTHONHASHSEED" not in os.environ:
             raise UnrepeatableKeys(
                 "PYTHONHASHSEED",
                 given="not set",
@@ -78,7 +78,6 @@ class BlockStore:
         check_kind("storage", storage, str, StorageError)
         options = {} if options is None else check_kind("options", options, dict, StorageError)
         check_kind("salt", salt, str, StorageError)
-        check_kind("shared", shared, bool, StorageError)
         consequence = "nobody would read and write"
         threads = whole_number("threads", threads, least=1, most=1024, error=StorageError, consequence=consequence)
         check_kind("primary_kv_view", primary_kv_view, memoryview, StorageError)
