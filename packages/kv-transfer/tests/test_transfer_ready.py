@@ -63,6 +63,41 @@ def test_each_layer_is_read_after_its_mark(pairs: list[Pair]) -> None:
     assert pair.decode.faults({4: 1, 2: 5}) == []
 
 
+@pytest.mark.parametrize("last", [("target", 0), ("target", 2), ("target", 3), ("draft", 4)])
+def test_no_layer_can_be_read_before_all_have_arrived_h14(pairs: list[Pair], last: tuple[str, int]) -> None:
+    """Decode has no mark of a layer's own that a branch could forget: pages are its own when the last layer is there.
+
+    All layers but one have arrived, whichever it is: whoever asks for the pages is told who is not done, and no call
+    of the session hands them out, as whole or in part.
+    """
+    pair = Pair(stages(make_layout(draft=1), 1), whole(make_layout(draft=1)), limits=SMALL)
+    pairs.append(pair)
+    session = pair.receiver.open(0, [4, 2])
+    marks, sending = kt.LayerMarks(), pair.senders[0].open(0)
+    sending.send([1, 5], start=0, ready=marks)
+    sending.finish(wait=False)
+    layers = {name[1:] for name in pair.decode.names}
+    for part, layer in layers - {last}:
+        marks.mark(layer, part)  # type: ignore[arg-type]
+    missing = [name for name in pair.decode.names if name[1:] == last]
+    assert eventually(lambda: len(pair.decode.faults({4: 1, 2: 5})) == 2 * len(missing))
+    assert (session.state, session.poll(), session.error) == (kt.ReceiverState.OPEN, None, None)
+    assert not session.pages_released and session.failed_pages == {} and session.writing == (kt.Rank(),)
+    assert session.wait_released(0) is False
+    with pytest.raises(kt.TransferTimeout, match=r"room 0 \(generation 1\): prefill ranks pp0 tp0 are not done"):
+        session.wait(0)
+    with pytest.raises(kt.PageHeld, match="page 2 is held by room 0"):
+        pair.receiver.open(1, [2])
+    public = {name for name in dir(session) if not name.startswith("_")}
+    assert public == {
+        "abort", "error", "failed_pages", "generation", "pages_released", "poll", "room", "state", "wait",
+        "wait_released", "writing",
+    }, "a call that tells of single layers needs a guard that refuses a layer before its mark"  # fmt: skip
+    marks.mark(last[1], last[0])  # type: ignore[arg-type]
+    assert session.wait(5).pages == 2 and session.wait_released(0) is True
+    assert pair.decode.faults({4: 1, 2: 5}) == []
+
+
 def test_a_short_request_goes_in_one_piece(pairs: list[Pair]) -> None:
     pair = Pair(stages(make_layout(), 1), whole(make_layout()))
     pairs.append(pair)

@@ -15,6 +15,7 @@ import kv_planner as kp
 import pytest
 from transfer_memory import RankMemory, make_layout, stages, whole
 from transfer_pair import HeldEngine, eventually
+from vllm_pieces import Request, blocks, step
 
 import kv_transfer as kt
 from kv_transfer.engine import Blocks, TransferHandle, TransferState, TransferStatus
@@ -22,6 +23,7 @@ from kv_transfer.engines.loopback import LoopbackEngine
 from kv_transfer.integrations.vllm.decode import DecodeWorker
 from kv_transfer.integrations.vllm.prefill import PrefillWorker
 from kv_transfer.integrations.vllm.ready import StepLayers
+from kv_transfer.integrations.vllm.scheduler import SchedulerSide
 from kv_transfer.integrations.vllm.words import Chunk, Load, StepWords
 
 TIMEOUTS = kt.Timeouts(
@@ -205,6 +207,36 @@ def test_layers_go_as_they_are_computed(world: World) -> None:
     assert not waiting.is_alive()
     wait_finished(decode.finished, {"b"})
     assert world.faults(WHOLE) == []
+
+
+def test_a_request_is_not_run_before_its_last_layer_has_arrived_h14(world: World) -> None:
+    """`wait_for_layer_load` has nothing to wait for: vLLM runs no request that it was told to load and not yet told of.
+
+    Whichever layer is the last one, the request is told of after it, and to the scheduler it is one that loads between
+    steps.
+    """
+    decode = world.start()
+    scheduler = SchedulerSide(PAGE * KERNEL_BLOCKS, 0, "decode")
+    for number, last in enumerate(range(4)):
+        name, room = f"b{number}", 20 + number
+        request = Request(name, TOKENS, {"do_remote_prefill": True, "room": room})
+        assert scheduler.matched(request, 0) == (TOKENS, True), "True: vLLM waits for `get_finished`"
+        scheduler.allocated(request, blocks(*DESTINATION), TOKENS)
+        decode.take(scheduler.step(step()))
+        marks = StepLayers(None, None)
+        world.push(chunk(f"a{number}", room), ready=marks)
+        for layer in range(4):
+            if layer != last:
+                marks.passed("target", layer)
+        assert eventually(lambda: len(world.faults(WHOLE)) == 12, 60), "keys and values of one layer on six pages"
+        assert all(f"', {last})" in fault for fault in world.faults(WHOLE))
+        assert decode.finished() == set()
+        marks.passed("target", last)
+        wait_finished(decode.finished, {name})
+        assert world.faults(WHOLE) == []
+        for worker in world.prefill:
+            wait_finished(lambda own=worker, ended=f"a{number}": own.finished({ended}), {f"a{number}"})  # type: ignore[misc]
+        world.target.wipe([block * KERNEL_BLOCKS + half for block in DESTINATION for half in range(KERNEL_BLOCKS)])
 
 
 def test_nobody_asks_and_the_blocks_are_given_back(world: World) -> None:

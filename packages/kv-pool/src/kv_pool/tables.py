@@ -109,7 +109,7 @@ def slots_for(pages: IndexLike, start: int, stop: int, page_size: int) -> IntArr
     """
     ids = as_index_array("pages", pages)
     consequence = "no slot can be computed"
-    page_size = whole_number("page_size", page_size, least=1, most=INT32_MAX, consequence=consequence)
+    page_size = whole_number("page_size", page_size, least=1, most=INT64_MAX, consequence=consequence)
     start = whole_number("start", start, consequence="positions count from 0")
     stop = whole_number("stop", stop, consequence="positions count from 0")
     capacity = ids.size * page_size
