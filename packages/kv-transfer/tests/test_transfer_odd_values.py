@@ -1,7 +1,11 @@
-"""Every argument of every public callable: an odd value is refused by name, and nothing has happened."""
+"""Every argument of every public callable: an odd value is refused by name, and nothing has happened.
+
+Long because the table has a row for every public callable.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -12,14 +16,14 @@ import numpy as np
 import pydantic
 import pytest
 from transfer_memory import make_layout, stages, whole
-from transfer_odd import ANY, LISTED, NUMBER, ODD, OPTIONAL, SECONDS, Case, missing, public, wrongs
+from transfer_odd import ANY, LISTED, NUMBER, ODD, OPTIONAL, SECONDS, Case, arguments, missing, public, wrongs
 from transfer_pair import FAST, Pair, eventually
 from transfer_sglang import MHA, Manager, Side, manifest
 from vllm_pieces import configuration
 
 import kv_transfer as kt
 from kv_transfer import doctor, explain, machine
-from kv_transfer.engines import loopback
+from kv_transfer.engines import loopback, memfabric, mooncake, nixl
 from kv_transfer.integrations import sglang
 from kv_transfer.integrations.vllm import Settings
 from kv_transfer.integrations.vllm.settings import place_of
@@ -347,6 +351,34 @@ def test_odd_values_are_refused_by_name_and_change_nothing(world: World) -> None
         sending.finish(wait=False)
         session.wait(5)
     assert world.pair.decode.faults({1: 5, 2: 6, 3: 5, 4: 6}) == []
+
+
+def test_odd_options_of_engines_are_refused_before_a_library_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MC_TRANSFER_TIMEOUT", raising=False)
+    limits: dict[str, object] = dict.fromkeys(("max_block_bytes", "max_regions", "max_region_bytes"))
+    shared = {"hostname": "127.0.0.1", "workers": 1, "bind_device": None, "max_entries_per_batch": 1, **limits}
+    takes = {
+        "hostname": ("text",),
+        "bind_device": OPTIONAL,
+        **dict.fromkeys(("max_entries_per_batch", *limits), OPTIONAL),
+    }
+    cases = {
+        "mooncake": Case(
+            mooncake.MooncakeEngine, {**shared, "protocol": "tcp", "transfer_timeout": None, "log_level": "ERROR"},
+            {**takes, "transfer_timeout": ("None", "fraction")},
+        ),
+        "memfabric": Case(
+            memfabric.MemfabricEngine,
+            {**shared, "store_url": "tcp://127.0.0.1:1", "role": "Prefill", "device_id": 0, "transport": "sdma"},
+            {**takes, "store_url": ("text",), "device_id": NUMBER, "transport": ("text",)},
+        ),
+        "nixl": Case(
+            nixl.NixlEngine, {"max_entries_per_batch": 1, "log_level": "ERROR"}, {"log_level": ("text",)}
+        ),
+    }  # fmt: skip
+    assert [set(case.valid) ^ arguments(case.call) for case in cases.values()] == [set()] * 3
+    assert wrongs(cases, TYPED) == []
+    assert "MC_TRANSFER_TIMEOUT" not in os.environ
 
 
 @pytest.mark.parametrize("name", Settings.model_fields)

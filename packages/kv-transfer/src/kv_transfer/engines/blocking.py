@@ -27,13 +27,15 @@ from kv_transfer.regions import RegionTable, check_region_count
 __all__ = ["BlockingEngine", "check_workers"]
 
 
-def check_workers(workers: int) -> int:
-    """The number of worker threads.
+def check_workers(workers: int, bind_device: Callable[[], object] | None) -> None:
+    """Refuses a number of worker threads that is none, and what cannot be called in them.
 
     Raises:
-        ArgumentError: None, or less than one.
+        ArgumentError: Not one to 1024 threads, or no function.
     """
-    return check_whole("workers", workers, 1024, least=1)
+    check_whole("workers", workers, 1024, least=1)
+    if bind_device is not None:
+        check_kind("bind_device", bind_device, Callable)  # type: ignore[arg-type]
 
 
 class _Handle(TransferHandle):

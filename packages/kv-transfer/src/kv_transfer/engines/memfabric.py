@@ -82,7 +82,7 @@ class MemfabricEngine(BlockingEngine):
         max_region_bytes: int | None = None,
     ) -> None:
         """Starts the library and its worker threads."""
-        check_workers(workers)
+        check_workers(workers, bind_device)
         check_text("store_url", store_url)
         check_text("hostname", hostname)
         check_text("transport", transport)

@@ -95,6 +95,7 @@ class MooncakeEngine(BlockingEngine):
         max_region_bytes: Longest region, likewise.
 
     Raises:
+        ArgumentError: An option that is none of its kind; nothing was set.
         EngineUnavailable: The wheel or one of its system libraries is missing.
         EngineError: The library did not start; its code is in the text.
     """
@@ -116,19 +117,16 @@ class MooncakeEngine(BlockingEngine):
         """Starts the library and its worker threads."""
         check_text("hostname", hostname)
         check_word("log_level", log_level, get_args(LogLevel))
-        if protocol != "tcp":
+        if not isinstance(protocol, str) or protocol != "tcp":
             raise EngineError(
                 f"protocol: {protocol!r} is not supported",
                 local=protocol,
                 consequence="the library would accept the name silently and might use another transport",
                 remedy="use 'tcp'",
             )
-        check_workers(workers)
+        check_workers(workers, bind_device)
         if transfer_timeout is not None:
             check_period("transfer_timeout", transfer_timeout)
-            for variable in _TIMEOUT_VARIABLES:
-                os.environ[variable] = str(math.ceil(transfer_timeout))
-        os.environ.setdefault("MC_LOG_LEVEL", log_level)
         capabilities = EngineCapabilities(
             max_entries_per_batch=max_entries_per_batch,
             max_block_bytes=max_block_bytes,
@@ -137,6 +135,10 @@ class MooncakeEngine(BlockingEngine):
             max_region_bytes=max_region_bytes,
             settles_itself=True,
         )
+        if transfer_timeout is not None:
+            for variable in _TIMEOUT_VARIABLES:
+                os.environ[variable] = str(math.ceil(transfer_timeout))
+        os.environ.setdefault("MC_LOG_LEVEL", log_level)
         library = _load()
         code = library.initialize(hostname, "P2PHANDSHAKE", protocol, "")
         if code != 0:
