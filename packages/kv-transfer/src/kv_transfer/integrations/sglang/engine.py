@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.arguments import check_items, check_seconds, check_text, check_whole
-from kv_transfer.engine import Blocks, TransferEngine, wait_batch
+from kv_transfer.engine import Blocks, TransferEngine, TransferHandle, wait_batch
 from kv_transfer.errors import ArgumentError, EngineError, TransferError, TransferFailed
 from kv_transfer.regions import register_buffers
 
@@ -122,6 +122,18 @@ def session_of(wire: str, engine: str) -> str:
     return rest.rpartition(":")[0]
 
 
+class StillWriting(TransferFailed):
+    """A transfer that did not end in time.
+
+    Attributes:
+        handle: Its batch: the engine writes until this is terminal.
+    """
+
+    def __init__(self, handle: TransferHandle, message: str, *, consequence: str, remedy: str) -> None:
+        super().__init__(message, consequence=consequence, remedy=remedy)
+        self.handle = handle
+
+
 class SessionEngine:
     """An engine with SGLang's calls.
 
@@ -188,7 +200,7 @@ class SessionEngine:
             0, or -1 with the reason in the log.
         """
         try:
-            self.move(session, self._split(BlockList.of(sources, destinations, lengths)))
+            self.move(session, self.batches(sources, destinations, lengths))
         except TransferError as error:
             logger.error("transfer to %.80s failed: %s", session, error)
             return -1
@@ -206,7 +218,7 @@ class SessionEngine:
 
         Raises:
             EngineError: Another engine's peer, or memory that is not registered.
-            TransferFailed: The engine could not write; what arrived is undefined.
+            TransferFailed: The engine could not write; what arrived is undefined. A `StillWriting`: it may go on to.
         """
         peer, moved = session_of(session, self.engine.name), 0
         for batch in batches:
@@ -216,7 +228,8 @@ class SessionEngine:
             status = wait_batch(self.engine, handle, self._timeout)
             if not status.is_terminal:
                 self.engine.cancel(handle)
-                raise TransferFailed(
+                raise StillWriting(
+                    handle,
                     f"{self.engine.name}: {handle.blocks} blocks to {peer[:80]} did not end in {self._timeout:g} s",
                     consequence="the engine may still write: the destination must not be used again yet",
                     remedy="look after the peer, or raise the time-out",
@@ -229,6 +242,14 @@ class SessionEngine:
     def close(self) -> None:
         """Ends the engine."""
         self.engine.close()
+
+    def batches(self, sources: Sequence[int], destinations: Sequence[int], lengths: Sequence[int]) -> Iterable[Blocks]:
+        """Blocks, as `batch_transfer_sync` takes them, in batches that the engine takes.
+
+        Raises:
+            TransferFailed: They are no list of blocks.
+        """
+        return self._split(BlockList.of(sources, destinations, lengths))
 
     def _split(self, blocks: BlockList) -> Iterable[Blocks]:
         caps = self.engine.capabilities

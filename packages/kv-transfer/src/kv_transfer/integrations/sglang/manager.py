@@ -1,8 +1,9 @@
 """Owns the manager that SGLang's disaggregation asks for: `AscendKVManager`, planned by kv-planner over our engines.
 
 The control plane stays SGLang's: bootstrap, rooms, `KVPoll`, abort and time-outs. What is replaced is what pairs
-buffers and what moves bytes. A peer is compared whole when it registers; one that does not fit gets each of its rooms
-failed with the reason, and an error in a room fails that room, where SGLang's worker thread would end (A-36).
+buffers, what moves bytes, and what says that a failed request's pages may be used again (`drain`, `holds`). A peer is
+compared whole when it registers; one that does not fit gets each of its rooms failed with the reason, and an error in a
+room fails that room, where SGLang's worker thread would end (A-36).
 """
 
 from __future__ import annotations
@@ -10,16 +11,15 @@ from __future__ import annotations
 import enum
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import kv_planner
 import numpy as np
 
 from kv_transfer.engine import Blocks
-from kv_transfer.errors import EngineError, TransferFailed
+from kv_transfer.errors import TransferFailed
 from kv_transfer.integrations._engine import engine_module
-from kv_transfer.integrations.sglang.engine import SessionEngine
 from kv_transfer.integrations.sglang.names import check_list, own_names, refusal
 from kv_transfer.integrations.sglang.pages import Pages, Ranks
 from kv_transfer.integrations.sglang.peer import Peer
@@ -61,12 +61,17 @@ class _Watched:
 class PlannedTransfers(Registrations, Pointers):
     """The calls of SGLang's manager that pair buffers or move bytes; `manager_class` puts them before SGLang's own."""
 
-    engine: SessionEngine
     kv_args: Any
 
     def init_engine(self) -> None:
-        """Make the engine that the settings name."""
+        """Make the engine that the settings name.
+
+        Raises:
+            ArgumentError: The settings name none, or SGLang is told not to hold pages.
+            EngineError: It does not start.
+        """
         self._begin()
+        self._check_holding()
         self.engine = create_session_engine(self)
 
     def register_buffer_to_engine(self) -> None:
@@ -282,7 +287,12 @@ class PlannedTransfers(Registrations, Pointers):
         """Write blocks that SGLang's own code planned."""
         if not transfer_blocks:
             return 0
-        return self.engine.batch_transfer_sync(mooncake_session_id, *map(list, zip(*transfer_blocks, strict=True)))
+        try:
+            batches = self.engine.batches(*map(list, zip(*transfer_blocks, strict=True)))
+        except TransferFailed as error:
+            logger.error("transfer to %s failed: %s", mooncake_session_id[:80], error)
+            return -1
+        return self._write(mooncake_session_id, batches)
 
     def transfer_worker(self, queue: Any, executor: Any, staging_buffer: Any = None, worker_index: int = 0) -> None:
         """SGLang's worker; an error in it fails the room that it served, and the next one is served."""
@@ -297,21 +307,11 @@ class PlannedTransfers(Registrations, Pointers):
                     raise
                 self._fail(watched.chunk, error.__context__ or error)
 
-    def _write(self, session: str, batches: Iterable[Blocks]) -> int:
-        try:
-            self.engine.move(session, batches)
-        except (EngineError, TransferFailed) as error:
-            logger.error("transfer to %s failed: %s", session[:80], error)
-            watched = getattr(self._worker, "queue", None)
-            if watched is not None and watched.chunk is not None:
-                self.record_failure(watched.chunk.room, str(error))
-            return -1
-        return 0
-
     def _fail(self, chunk: Any, error: BaseException) -> None:
         logger.error("room %s failed: %s", chunk.room, error, exc_info=error)
         self.conclude_failure(bootstrap_room=chunk.room, failure_reason=str(error))
         self._staging_outstanding.pop(chunk.room, None)
+        self._maybe_ack_drained_abort(chunk.room)
         if chunk.is_last_chunk:
             self.transfer_infos.pop(chunk.room, None)
             self.req_to_decode_prefix_len.pop(chunk.room, None)

@@ -7,12 +7,14 @@ names `plugin` as an entry point of `sglang.srt.plugins`; it does nothing unless
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
 from kv_transfer.integrations._engine import engine_module
 from kv_transfer.integrations.sglang.classes import kv_class
 from kv_transfer.integrations.sglang.entries import name_entries
+from kv_transfer.integrations.sglang.holds import HOLD_SECONDS
 from kv_transfer.integrations.sglang.rank import RELEASE
 from kv_transfer.integrations.sglang.settings import ENGINE, engine_name
 from kv_transfer.integrations.sglang.words import word
@@ -24,10 +26,15 @@ logger = logging.getLogger(__name__)
 
 
 def plugin() -> None:
-    """Register the hooks; SGLang applies them when it loads its plugins, in each of its processes."""
+    """Register the hooks; SGLang applies them when it loads its plugins, in each of its processes.
+
+    Pages of a failed request are held until their writers let go: SGLang's limit for that is set to infinity, unless
+    the environment has another.
+    """
     if engine_name() is None:
         logger.info("kv-transfer stays out of SGLang: %s is not set", ENGINE)
         return
+    os.environ.setdefault(HOLD_SECONDS, "inf")
     hooks = engine_module("sglang.srt.plugins.hook_registry", RELEASE)
     register, kind = hooks.HookRegistry.register, hooks.HookType
     register("sglang.srt.disaggregation.utils.get_kv_class", _get_kv_class, kind.AROUND)

@@ -23,6 +23,9 @@ RELEASE: Final = "SGLang 0.5.23"
 class Rank(_Base):  # type: ignore[misc]  # Any: SGLang's manager
     """A rank with SGLang's attributes: `kv_args`, `attn_tp_size`, `pp_size` and the rest."""
 
+    def _begin(self) -> None:
+        """The state of our parts; the managers' constructors call `init_engine` first."""
+
     def _local(self) -> Local:
         args = self.kv_args
         size = getattr(self, "attn_tp_size", 1)

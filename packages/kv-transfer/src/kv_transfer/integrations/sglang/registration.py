@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import struct
-import threading
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -16,10 +15,11 @@ import kv_planner
 
 from kv_transfer.errors import TransferError
 from kv_transfer.integrations._engine import engine_module
+from kv_transfer.integrations.sglang.holds import Holds
 from kv_transfer.integrations.sglang.names import Name, own_names, refusal
 from kv_transfer.integrations.sglang.peer import Peer
 from kv_transfer.integrations.sglang.published import Published, decode
-from kv_transfer.integrations.sglang.rank import RELEASE, Rank
+from kv_transfer.integrations.sglang.rank import RELEASE
 from kv_transfer.integrations.sglang.words import word
 
 __all__ = ["Registrations"]
@@ -29,16 +29,15 @@ _STAGING: Final = (b"WATERMARK", b"STAGING_RSP")
 logger = logging.getLogger(__name__)
 
 
-class Registrations(Rank):
+class Registrations(Holds):
     """The manager's part that registers with peers and hears registrations."""
 
     def _begin(self) -> None:
-        """The state of this part; the managers' constructors call `init_engine` first."""
+        super()._begin()
         self._peers: dict[str, Peer] = {}
         self._said: dict[str, Published | TransferError] = {}
         self._refused: dict[str, str] = {}
         self._registering = ""
-        self._worker = threading.local()
 
     def build_receiver_registration_message(self) -> list[bytes]:
         """SGLang's frames, and one with what they leave out.
@@ -76,7 +75,7 @@ class Registrations(Rank):
         )
 
     def _make_worker_recv(self, socket: Any, timeout_ms: int = 500) -> Callable[[], list[bytes] | None]:
-        """SGLang's receive call; takes our frame off registrations, and drops messages that are none."""
+        """SGLang's receive call; takes our frame off registrations, and drops messages that are none or too late."""
         receive = super()._make_worker_recv(socket, timeout_ms)
 
         def checked() -> list[bytes] | None:
@@ -91,8 +90,11 @@ class Registrations(Rank):
 
         return checked
 
-    def _heard(self, message: list[bytes]) -> list[bytes]:
-        """A control message as SGLang's own code reads it; reads it once before, so that none ends its thread."""
+    def _heard(self, message: list[bytes]) -> list[bytes] | None:
+        """A control message as SGLang's own code reads it; reads it once before, so that none ends its thread.
+
+        Pages of a room that has failed here already are answered and dropped.
+        """
         words = engine_module("sglang.srt.disaggregation.mooncake.conn", RELEASE)
         if message[0] == b"None":
             session = words.KVArgsRegisterInfo.from_zmq(message[:_FRAMES]).mooncake_session_id
@@ -106,13 +108,12 @@ class Registrations(Rank):
                     self._said[session] = error
             return message[:_FRAMES]
         if message[0] not in (words.ABORT_TAG, *_STAGING):
-            words.TransferInfo.from_zmq(message)
+            return None if self.answer_late(words.TransferInfo.from_zmq(message)) else message
         return message
 
     def _validate_peer_state_layout(self, registration_info: Any) -> tuple[bool, str | None]:
         """Compare a peer whole: (whether it was compared, why it is refused)."""
         session = registration_info.mooncake_session_id
-        self._peers.pop(session, None)
         reason = self._refused.pop(session, None)
         said = self._said.get(session)
         try:
@@ -123,6 +124,7 @@ class Registrations(Rank):
                 return True, None
         except (TransferError, kv_planner.PlanError) as error:
             reason = str(error)
+        self._peers.pop(session, None)  # one that registers once more keeps its place until then: its rooms go on
         return False, reason
 
     def requires_dcp_relayout(self, dst_dcp_size: int, dst_dcp_rank: int) -> bool:
