@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 from kv_transfer.integrations import sglang as ours
+from kv_transfer.integrations.sglang.drain import FAILED, SUCCESS
+from kv_transfer.integrations.sglang.holds import HOLD, HOLD_SECONDS
+from kv_transfer.integrations.sglang.rooms import HoldingReceiver
 from sglang.srt.disaggregation.ascend.conn import (
     AscendKVBootstrapServer,
     AscendKVManager,
@@ -17,16 +20,20 @@ from sglang.srt.disaggregation.ascend.conn import (
     AscendKVSender,
     AscendStateType,
 )
-from sglang.srt.disaggregation.base.conn import KVArgs, StateType
+from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll, StateType
+from sglang.srt.disaggregation.common.conn import AbortNotification
+from sglang.srt.disaggregation.decode import DecodeTransferQueue
 from sglang.srt.disaggregation.mooncake.conn import KVArgsRegisterInfo, MooncakeKVManager, TransferInfo
 from sglang.srt.disaggregation.utils import setup_state_kv_args
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import MooncakeTransferEngine
+from sglang.srt.environ import envs
 
 CALLS = (
     "init_engine", "register_buffer_to_engine", "teardown", "build_receiver_registration_message", "_make_worker_recv",
     "_validate_peer_state_layout", "requires_dcp_relayout", "prepare_dcp_token_item_lens", "get_mla_kv_ptrs_with_pp",
     "get_mha_kv_ptrs_with_pp", "send_kvcache", "send_kvcache_slice", "send_kvcache_dcp", "maybe_send_extra", "send_aux",
-    "_transfer_data", "transfer_worker",
+    "_transfer_data", "transfer_worker", "conclude_transfer", "poison_deferred_ack_room", "_maybe_ack_drained_abort",
+    "_handle_deferred_abort_notification", "is_abort_release_safe", "clear_deferred_abort_state",
 )  # fmt: skip
 SEEDS = {
     "send_kvcache": (
@@ -42,6 +49,10 @@ ASKED = {
         "req", "src_ptrs", "src_item_lens", "dst_ptrs", "dst_item_lens", "src_indices", "dst_indices", "label",
     ),
     "_is_npu_dsa_layout": (),
+    "check_status": ("bootstrap_room",),
+    "update_status": ("bootstrap_room", "status"),
+    "send_kv_status_message": ("targets", "bootstrap_room", "status", "failure_reason"),
+    "_room_notify_targets": ("bootstrap_room",),
 }  # fmt: skip
 FIELDS = (
     "engine_rank", "kv_data_ptrs", "kv_data_lens", "kv_item_lens", "kv_layer_ids", "kv_cache_dtype_str",
@@ -102,6 +113,24 @@ def test_the_set_of_classes_is_whole() -> None:
         (ours.bootstrap_server_class(), AscendKVBootstrapServer),
     ):  # fmt: skip
         assert issubclass(made, base) and not inspect.isabstract(made)
+
+
+def test_rooms_have_what_holding_their_pages_needs() -> None:
+    """SGLang's receivers arm, say and repeat aborts; its queue asks the manager when pages are free."""
+    assert (KVPoll.Failed, KVPoll.Success) == (FAILED, SUCCESS)
+    for name in ("send_metadata", "abort", "clear", "_send_abort_notification"):
+        assert callable(getattr(AscendKVReceiver, name)), name
+    assert parameters(AscendKVReceiver._send_abort_notification) == parameters(HoldingReceiver._send_abort_notification)
+    assert parameters(AscendKVReceiver._connect_to_bootstrap_server) == [
+        ("bootstrap_info", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    assert {"room", "decode_ip", "decode_port", "generation"} == set(AbortNotification.__struct_fields__)
+    for name in ("_defer_release", "resolve_deferred_releases", "pop_transferred"):
+        assert callable(getattr(DecodeTransferQueue, name)), name
+    text = inspect.getsource(DecodeTransferQueue)
+    for name in ("is_abort_release_safe", "clear_deferred_abort_state", "ensure_abort_notified(force_arm=True)"):
+        assert name in text, name
+    assert HOLD in vars(type(envs)) and HOLD_SECONDS in vars(type(envs))
 
 
 def test_sglangs_records_have_the_fields_that_we_read() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from typing import Any
 
 import kv_transfer as kt
 import pytest
-from engines_vllm_instance import BLOCKS, Instance  # type: ignore[import-not-found]  # beside the tests
+from engines_vllm_instance import BLOCKS, TIMEOUTS, Instance  # type: ignore[import-not-found]  # beside the tests
 
 FOLDER = Path(__file__).parent
 START = "import conftest, runpy; runpy.run_path('engines_vllm_instance.py', run_name='__main__')"
@@ -212,6 +213,46 @@ def test_random_traffic(server: kt.DirectoryServer, prefill: Prefill, seed: int)
     assert decode.faults == [] and answer["faults"] == []
     assert {f"d{number}" for number in range(30)} == set(decode.ended) | {f"d{name}" for name in aborted}
     assert sum(computed > 0 for computed in decode.loaded.values()) >= 10, "most prompts were not computed here"
+    decode.close()
+
+
+@pytest.mark.parametrize("aborted", [True, False])
+def test_a_stopped_prefill_instance_keeps_the_blocks(
+    server: kt.DirectoryServer, prefill: Prefill, aborted: bool
+) -> None:
+    """A late writer: vLLM gets the blocks of a request that is over when prefill woke and let go, and uses them again.
+
+    Without an abort the request waits too: vLLM computes what did not come in the same blocks.
+    """
+    prefill.call("start", role="kv_producer", directory=server.endpoint, kind="ascend")
+    decode = Instance("kv_consumer", server.endpoint, "blocks first")
+    decode.worker._ends[0].wait_ready(WAIT)
+    decode.submit("d8", PROMPT, {"do_remote_prefill": True, "room": 8, "prefill_group": 0}, outputs=2)
+    decode.step()
+    assert (held := decode.free_blocks) <= FREE - 3
+    prefill.call("submit", name="p8", tokens=PROMPT, params={"do_remote_decode": True, "room": 8})
+    prefill.call("run", steps=1)
+    prefill.popen.send_signal(signal.SIGSTOP)
+    if aborted:
+        decode.abort("d8")
+    end = time.monotonic() + 1.5 * TIMEOUTS["peer_lost_after"]
+    while time.monotonic() < end:
+        decode.step()
+        assert decode.free_blocks == held and "d8" not in decode.ended
+        time.sleep(0.01)
+    prefill.popen.send_signal(signal.SIGCONT)
+    until(decode, lambda: decode.free_blocks == FREE)
+    assert aborted or decode.loaded == {"d8": 0}
+    prefill.until(lambda answer: answer["idle"])
+    decode.worker._ends[0].wait_ready(WAIT)
+    for number in range(3):  # of eleven blocks each takes three: all that were held are used again
+        tokens = [number + 11, *PROMPT[1:]]
+        decode.submit(f"e{number}", tokens, {"do_remote_prefill": True, "room": 20 + number, "prefill_group": 0})
+        decode.step()
+        prefill.call("submit", name=f"q{number}", tokens=tokens, params={"do_remote_decode": True, "room": 20 + number})
+    until(decode, lambda: prefill.call("run", steps=1)["idle"] and decode.is_idle)
+    assert [decode.loaded[f"e{number}"] for number in range(3)] == [len(PROMPT) - 1] * 3
+    assert decode.faults == [] and decode.free_blocks == FREE
     decode.close()
 
 

@@ -22,10 +22,11 @@ from kv_transfer.integrations._engine import engine_module
 from kv_transfer.integrations.sglang.engine import SessionEngine, StillWriting
 from kv_transfer.integrations.sglang.rank import RELEASE, Rank
 
-__all__ = ["Drains"]
+__all__ = ["FAILED", "SUCCESS", "Drains"]
 
 FAILED: Final = 0
-"""`KVPoll.Failed`."""
+SUCCESS: Final = 4
+"""Of SGLang's `KVPoll`."""
 _MOST_FAILED = 4096
 logger = logging.getLogger(__name__)
 

@@ -143,7 +143,7 @@ class SessionEngine:
             shorter one where it has one.
     """
 
-    def __init__(self, engine: TransferEngine, *, timeout: float = 300.0) -> None:
+    def __init__(self, engine: TransferEngine, *, timeout: float = 30.0) -> None:
         self.engine = engine
         self._timeout = check_seconds("timeout", timeout)
         self._lock = threading.Lock()

@@ -22,7 +22,7 @@ import zmq
 
 from kv_transfer.errors import ArgumentError
 from kv_transfer.integrations._engine import engine_module
-from kv_transfer.integrations.sglang.drain import FAILED, Drains
+from kv_transfer.integrations.sglang.drain import FAILED, SUCCESS, Drains
 from kv_transfer.integrations.sglang.rank import RELEASE
 
 __all__ = ["HOLD", "HOLD_SECONDS", "Holds"]
@@ -34,8 +34,6 @@ _FIRST = 1.0
 _LONGEST = 5.0
 _SAID = 30.0
 _CONNECT = 1.0
-_SUCCESS: Final = 4
-"""`KVPoll.Success`."""
 logger = logging.getLogger(__name__)
 
 
@@ -119,6 +117,7 @@ class Holds(Drains):
             if self._watcher is None:
                 self._watcher = threading.Thread(target=self._look_after, name="kv-transfer-sglang-holds", daemon=True)
                 self._watcher.start()
+                self._worker_threads.append(self._watcher)  # which SGLang's teardown waits for
 
     def hold(self, receiver: Any) -> None:
         """A receiver has told prefill ranks that its room is over."""
@@ -191,7 +190,7 @@ class Holds(Drains):
         logger.warning("%s is gone, in the middle of room %d", writer, number)
         if room.held or writer.info.get("is_dummy") or number not in self.request_status:
             return
-        if self.check_status(number) not in (FAILED, _SUCCESS):
+        if self.check_status(number) not in (FAILED, SUCCESS):
             self.record_failure(number, f"{writer} is gone: nobody listens there any more")
             self.update_status(number, FAILED)
 
@@ -208,7 +207,10 @@ class Holds(Drains):
 
 
 def _ranks(receiver: Any) -> list[tuple[int, dict[str, Any]]]:
-    """Prefill ranks by the numbers that they answer with, in the order in which SGLang's receivers look them up."""
+    """Prefill ranks by the numbers that they answer with, in the order in which SGLang's receivers look them up.
+
+    Where that is another one, numbers that nobody answers with: then only the count of answers says something.
+    """
     there = receiver.prefill_info
     numbers = [
         (tp * there.pp_size + pp) * there.attn_cp_size + cp
@@ -216,7 +218,10 @@ def _ranks(receiver: Any) -> list[tuple[int, dict[str, Any]]]:
         for tp in receiver.target_tp_ranks
         for pp in reversed(receiver.target_pp_ranks)
     ]
-    return list(zip(numbers, receiver.bootstrap_infos, strict=True))
+    infos = receiver.bootstrap_infos
+    if len(numbers) != len(infos):
+        numbers = [-1 - place for place in range(len(infos))]
+    return list(zip(numbers, infos, strict=True))
 
 
 def _is_gone(address: tuple[str, int]) -> bool:
