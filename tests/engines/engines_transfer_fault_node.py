@@ -70,11 +70,17 @@ class Node:
         within(seconds, lambda: line in self.said or not self.lives(), f"{line!r} among {self.said}")
         assert line in self.said, self.said
 
+    def ends(self, room: int, seconds: float) -> None:
+        within(
+            seconds, lambda: any(f"{room} ended" in line for line in self.said), f"room {room} ended among {self.said}"
+        )
+
     def lives(self) -> bool:
         return self._thread.is_alive()
 
     def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # dead already
+            os.kill(self.pid, number)
 
     def end(self) -> None:
         if self.lives():

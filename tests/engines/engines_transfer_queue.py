@@ -19,11 +19,12 @@ from engines_transfer import Request
 from kv_transfer.engine import TransferHandle, wait_batch
 from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
 from sglang.srt.runtime_context import get_parallel
+from torch._C._distributed_c10d import HashStore
 
 __all__ = ["Gate", "Queue", "queued", "within"]
 
 
-class Queue(DecodeTransferQueue):
+class Queue(DecodeTransferQueue):  # type: ignore[misc]  # Any: SGLang's
     """SGLang's; `answers` are the requests that ended, `free` the pages that others may have."""
 
     def __init__(self) -> None:
@@ -58,7 +59,7 @@ class Queue(DecodeTransferQueue):
 def queued(patch: pytest.MonkeyPatch, seconds: float = float("inf")) -> Iterator[Callable[[], Queue]]:
     """Makes queues, whose holding ends after `seconds`; infinite, as the plugin sets it."""
     patch.setenv("SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT", str(seconds))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         with get_parallel().override(attn_tp_group=SimpleNamespace(cpu_group=dist.group.WORLD), tp_rank=0):
             yield Queue
