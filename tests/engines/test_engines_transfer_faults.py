@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from engines_transfer import configured, free_port
 from engines_transfer_fault_node import DELAY, Nodes
-from engines_transfer_queue import queued
+from engines_transfer_queue import queued, within
 from engines_transfer_survivors import OPTIONS, Decode, Prefill
 from sglang.srt.disaggregation.base.conn import KVPoll
 
@@ -105,3 +105,7 @@ def test_decode_is_stopped_and_killed(prefill: Any) -> None:
         assert "write of" in here.fails(request, 20)
     with start() as peer:
         here.serve(peer)
+        manager = here.manager
+        within(5, lambda: not manager.failed_sessions, "the dead rank is forgotten")
+        assert len(manager.decode_kv_args_table) == len(manager._peers) == len(manager._said) == 1
+        assert len(manager._socket_cache) == len(manager._monitor_cache) == len(manager._socket_send_locks) == 1

@@ -25,7 +25,7 @@ from kv_transfer.integrations._engine import engine_module
 from kv_transfer.integrations.sglang.drain import FAILED, SUCCESS, Drains
 from kv_transfer.integrations.sglang.rank import RELEASE
 
-__all__ = ["HOLD", "HOLD_SECONDS", "Holds"]
+__all__ = ["HOLD", "HOLD_SECONDS", "Holds", "is_gone"]
 
 HOLD: Final = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
 HOLD_SECONDS: Final = f"{HOLD}_TIMEOUT"
@@ -173,7 +173,7 @@ class Holds(Drains):
             silent = [one for one in room.writers if one.number not in answered and one.dead_at is None]
             for writer in silent:
                 if writer.address not in gone:
-                    gone[writer.address] = _is_gone(writer.address)
+                    gone[writer.address] = is_gone(writer.address)
                 if gone[writer.address]:
                     writer.dead_at = now
                     self._lose(number, room, writer)
@@ -224,7 +224,7 @@ def _ranks(receiver: Any) -> list[tuple[int, dict[str, Any]]]:
     return list(zip(numbers, infos, strict=True))
 
 
-def _is_gone(address: tuple[str, int]) -> bool:
+def is_gone(address: tuple[str, int]) -> bool:
     """Whether a machine says that nobody listens at an address. Silence says nothing: a process may be stopped."""
     try:
         socket.create_connection(address, _CONNECT).close()

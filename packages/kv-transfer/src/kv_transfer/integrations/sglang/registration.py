@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import struct
+import threading
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ import kv_planner
 
 from kv_transfer.errors import TransferError
 from kv_transfer.integrations._engine import engine_module
-from kv_transfer.integrations.sglang.holds import Holds
+from kv_transfer.integrations.sglang.holds import Holds, is_gone
 from kv_transfer.integrations.sglang.names import Name, own_names, refusal
 from kv_transfer.integrations.sglang.peer import Peer
 from kv_transfer.integrations.sglang.published import Published, decode
@@ -98,6 +99,8 @@ class Registrations(Holds):
         words = engine_module("sglang.srt.disaggregation.mooncake.conn", RELEASE)
         if message[0] == b"None":
             session = words.KVArgsRegisterInfo.from_zmq(message[:_FRAMES]).mooncake_session_id
+            if self.failed_sessions:  # a machine that is off keeps silent for a second, and others register meanwhile
+                threading.Thread(target=self._forget_dead, name="kv-transfer-sglang-dead", daemon=True).start()
             self._registering = session
             self._refused.pop(session, None)
             self._said.pop(session, None)
@@ -110,6 +113,34 @@ class Registrations(Holds):
         if message[0] not in (words.ABORT_TAG, *_STAGING):
             return None if self.answer_late(words.TransferInfo.from_zmq(message)) else message
         return message
+
+    def _forget_dead(self) -> None:
+        """Drop what is kept of decode ranks that died: SGLang keeps their sockets and registrations for good.
+
+        Only ranks to which a write failed are looked at; they are not served before they register again.
+        """
+        with self.session_lock:
+            found = {one: self.decode_kv_args_table.get(one) for one in self.failed_sessions}
+        for session, info in found.items():
+            if info is None or not is_gone((info.endpoint, info.dst_port)):
+                continue
+            with self.session_lock:
+                if self.decode_kv_args_table.get(session) is not info:
+                    continue
+                self.decode_kv_args_table.pop(session)
+                self._peers.pop(session, None)
+                self._said.pop(session, None)
+                self._unblacklist_session(session)
+            self._disconnect(info.endpoint, info.dst_port)
+
+    def _disconnect(self, host: str, port: int) -> None:
+        for endpoint in (f"tcp://{host}:{port}", f"tcp://[{host}]:{port}"):
+            with self._socket_lock:
+                for links in (self._socket_cache, self._monitor_cache):
+                    link = links.pop(endpoint, None)
+                    if link is not None:
+                        link.close(linger=0)
+                self._socket_send_locks.pop(endpoint, None)
 
     def _validate_peer_state_layout(self, registration_info: Any) -> tuple[bool, str | None]:
         """Compare a peer whole: (whether it was compared, why it is refused)."""
