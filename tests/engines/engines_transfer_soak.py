@@ -79,6 +79,8 @@ def decode_survives(nodes: Nodes, engine: str, count: int, dice: random.Random) 
                         here.serve(peer)
                     else:
                         within(5, lambda: not peer.lives(), "the peer is dead")
+            # SGLang's heartbeat: until it misses the peer, a request that comes is sent to the dead one, and fails.
+            within(30, lambda: not here.manager.connection_pool, "the dead peer is noticed")
         assert here is not None
         print(f"sockets and threads: {before} before, {handles()} after")
         here.cluster.close()

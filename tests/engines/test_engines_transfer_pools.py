@@ -6,6 +6,7 @@ pairs come from the pools.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import torch_npu
 from engines_transfer import Cluster, Request, configured, free_port
 from kv_transfer import UnsupportedLayout
 from kv_transfer.integrations import sglang as ours
+from kv_transfer.integrations.sglang.holds import HOLD_SECONDS
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.utils import (
     KVClassType,
@@ -222,7 +224,10 @@ def test_the_plugin_takes_the_place_of_the_ascend_backend(
     from sglang.srt.managers import disagg_service
 
     monkeypatch.setenv("KV_TRANSFER_SGLANG_ENGINE", engine)
+    monkeypatch.setenv(HOLD_SECONDS, "")  # so that it is as before behind the test
+    monkeypatch.delenv(HOLD_SECONDS)
     ours.plugin()
+    assert os.environ.get(HOLD_SECONDS) == ("inf" if engine else None)
     hooks.apply_hooks()
     kinds = (KVClassType.MANAGER, KVClassType.SENDER, KVClassType.RECEIVER, KVClassType.BOOTSTRAP_SERVER)
     for module in (prefill, decode, disagg_service):

@@ -1,4 +1,4 @@
-"""Owns the set of classes that SGLang's `get_kv_class` asks for; its own but for the manager."""
+"""Owns the set of classes that SGLang's `get_kv_class` asks for: its own, with the parts of ours before them."""
 
 from __future__ import annotations
 

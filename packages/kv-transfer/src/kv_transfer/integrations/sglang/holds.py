@@ -32,6 +32,7 @@ HOLD_SECONDS: Final = f"{HOLD}_TIMEOUT"
 _PASS = 0.25
 _FIRST = 1.0
 _LONGEST = 5.0
+_TRUSTED = 2.0  # how long one look at an address serves all rooms
 _SAID = 30.0
 _CONNECT = 1.0
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class Holds(Drains):
     def _begin(self) -> None:
         super()._begin()
         self._rooms: dict[int, _Room] = {}
+        self._lives: dict[tuple[str, int], float] = {}
         self._watcher: threading.Thread | None = None
         self._watcher_lock = threading.Lock()
 
@@ -165,16 +167,20 @@ class Holds(Drains):
                 logger.exception("rooms of silent prefill ranks could not be looked after")
 
     def _ask(self, now: float) -> None:
-        gone: dict[tuple[str, int], bool] = {}
+        self._lives = {address: until for address, until in self._lives.items() if until > now}
+        gone: set[tuple[str, int]] = set()
         for number, room in list(self._rooms.items()):
             if not room.is_due(now):
                 continue
             answered = self._answered(number, room)
             silent = [one for one in room.writers if one.number not in answered and one.dead_at is None]
             for writer in silent:
-                if writer.address not in gone:
-                    gone[writer.address] = is_gone(writer.address)
-                if gone[writer.address]:
+                if writer.address not in gone and writer.address not in self._lives:
+                    if is_gone(writer.address):
+                        gone.add(writer.address)
+                    else:
+                        self._lives[writer.address] = now + _TRUSTED
+                if writer.address in gone:
                     writer.dead_at = now
                     self._lose(number, room, writer)
                 elif room.held:
