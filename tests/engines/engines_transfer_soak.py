@@ -29,11 +29,18 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 __all__: list[str] = []
 
 HOW = ("killed", "stopped and continued", "stopped and killed")
-ENDS = (KVPoll.Success, KVPoll.Failed)
 
 
 def handles() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+def ends_of(one: Any, seconds: float) -> None:
+    within(seconds, lambda: one.poll() in (KVPoll.Success, KVPoll.Failed), "the request ends")
+
+
+def is_noticed(here: Decode, seconds: float) -> None:
+    within(seconds, lambda: not here.manager.connection_pool, "the dead peer is noticed")
 
 
 def hit(peer: Any, how: str, dice: random.Random) -> None:
@@ -62,7 +69,7 @@ def decode_survives(nodes: Nodes, engine: str, count: int, dice: random.Random) 
                     room = here.ask(peer)
                     receiver = here.queue.queue[0].kv_receiver
                     hit(peer, how, dice)
-                    within(15, lambda receiver=receiver: receiver.poll() in ENDS, "the request ends")
+                    ends_of(receiver, 15)
                     ends[f"{how}, {'arrived' if receiver.poll() else 'failed'}"] += 1
                     if receiver.poll() == KVPoll.Success:  # SGLang would commit it
                         here.queue.queue.clear()
@@ -80,7 +87,8 @@ def decode_survives(nodes: Nodes, engine: str, count: int, dice: random.Random) 
                     else:
                         within(5, lambda: not peer.lives(), "the peer is dead")
             # SGLang's heartbeat: until it misses the peer, a request that comes is sent to the dead one, and fails.
-            within(30, lambda: not here.manager.connection_pool, "the dead peer is noticed")
+            assert here is not None
+            is_noticed(here, 30)
         assert here is not None
         print(f"sockets and threads: {before} before, {handles()} after")
         here.cluster.close()
@@ -102,7 +110,7 @@ def prefill_survives(nodes: Nodes, engine: str, count: int, dice: random.Random)
                     left, how = left - 1, dice.choice(HOW)
                     room, request = here.send(peer)
                     hit(peer, how, dice)
-                    within(20, lambda sender=request.senders[0]: sender.poll() in ENDS, "the request ends")
+                    ends_of(request.senders[0], 20)
                     failed = request.senders[0].poll() == KVPoll.Failed
                     ends[f"{how}, {'failed' if failed else 'arrived'}"] += 1
                     if failed:
