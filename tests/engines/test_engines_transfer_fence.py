@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,6 +91,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def test_a_late_writer_after_an_abort_keeps_the_pages(world: Any) -> None:
     here = world()
+    here.gate.capabilities = dataclasses.replace(here.gate.capabilities, max_entries_per_batch=1)
     request = here.start()
     request.receivers[0].abort()
     here.fail()
@@ -99,7 +101,7 @@ def test_a_late_writer_after_an_abort_keeps_the_pages(world: Any) -> None:
     here.frees()
     assert here.gate.batches == 1, "no batch begins behind an abort"
     arrived = [memory[TO[:2]] for memory in here.target.memory]
-    assert not any((part == SENTINEL).all() for part in arrived), "the writer was late, and wrote"
+    assert any((part != SENTINEL).any() for part in arrived), "the writer was late, and wrote"
     assert all((memory[TO[2:]] == SENTINEL).all() for memory in here.target.memory)
     assert request.senders[0].poll() == KVPoll.Failed
     with pytest.raises(Exception, match="decode gave the request up"):
