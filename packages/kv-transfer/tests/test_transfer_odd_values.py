@@ -299,6 +299,9 @@ class World:
             "SessionEngine.batch_register": Case(
                 self.manager.engine.batch_register, {"ptrs": [1], "lengths": [1]}, says={"lengths": "length"}
             ),
+            "SessionEngine.batches": Case(
+                self.manager.engine.batches, {"sources": [4096], "destinations": [4096], "lengths": [8]}
+            ),
             "fill_kv_args": Case(
                 sglang.fill_kv_args, {"kv_args": args, "manifest": manifest(self.side, mla=False)}
             ),
