@@ -6,6 +6,7 @@ rooms of the survivor are counted before and after. Run in the environment of th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -133,13 +134,11 @@ def main() -> None:
     count, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else random.randrange(2**32)
     print(f"seed {seed}", flush=True)
     dice = random.Random(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        nodes = Nodes(Path(folder))
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Nodes(Path(folder))) as nodes:
         for engine in OPTIONS:
             for survives in (decode_survives, prefill_survives):
                 ends = survives(nodes, engine, count // 4, dice)
                 print(f"{survives.__name__} over {engine}: {dict(sorted(ends.items()))}", flush=True)
-        nodes.close()
 
 
 if __name__ == "__main__":
