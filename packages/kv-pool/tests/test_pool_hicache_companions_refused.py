@@ -49,8 +49,8 @@ class Failing:
 def test_failures_of_a_companion_leave_nothing_marked(kind: str, text: Text) -> None:
     bench = make([kind])
     member = bench.cache._group.member(kind)
-    failing = [Failing(mover) for mover in member._movers]
-    member._movers = failing
+    failing = [Failing(mover) for mover in member.mover.movers]
+    member.mover.movers[:] = failing
     failing[-1].fail = "backup"
     acquired = bench.cache.acquire(text(1, 13))
     done = bench.run(acquired)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,17 @@ import ascend_emulator
 import pytest
 import torch
 import torch_npu
-from kv_pool.hicache import Companion, HostLayout, Lane, Mirror, MoverName, Streams, WritePolicy
+from kv_pool.hicache import (
+    Companion,
+    CopyLimits,
+    HostLayout,
+    Lane,
+    Mirror,
+    MoverName,
+    Streams,
+    UnderWay,
+    WritePolicy,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -28,6 +39,7 @@ KINDS = ["window", "draft", "states"]
 LAST, LEVELS = "heads and draft, window and states", ("two levels", "three levels")
 TIMES = 3
 Text = Callable[[int, int], list[int]]
+HeldBack = Callable[[], AbstractContextManager[None]]
 each_mover = pytest.mark.parametrize(("mover", "host_layout"), MOVERS)
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -193,6 +205,70 @@ def test_a_request_that_finds_a_companion_under_way_waits_for_it(
     bench.cache.abort(first)
     bench.cache.abort(second)
     bench.cache.drain()
+    bench.check_books()
+
+
+@each_mover
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_load_that_was_queued_waits_for_the_last_reader_of_its_pages(
+    text: Text,
+    held_back: HeldBack,
+    waits_once: Callable[[Lane], Streams],
+    mover: MoverName,
+    host_layout: HostLayout,
+    complete: bool,
+) -> None:
+    """Window pages that a request on another stream still reads go to a load that waits behind another one."""
+    streams = None if complete else waits_once("load")
+    bench = make(["window"], mover, host_layout, streams=streams, own=6, poison=False)
+    work, cache = Work(bench, text), bench.cache
+    for name in (1, 2):
+        bench.serve(text(name, 9))
+        cache.drain()
+        assert cache.evict(8, "window")
+    first = cache.acquire(text(1, 9))
+    reader = cache.acquire(text(3, 8))
+    cache.load(reader)
+    torch_npu.npu.synchronize()
+    with held_back():
+        cache.load(first)
+        with torch_npu.npu.stream(torch_npu.npu.Stream()):
+            work.touch(reader, lambda page: page.clone())
+            pages = reader.companion_pages("window")
+            cache.abort(reader)
+            second = cache.acquire(text(2, 9))
+            cache.load(second)
+            assert set(second.companion_pages("window").tolist()) & set(pages.tolist())
+        assert bench.cache._group.member("window").under_way == UnderWay(queued_loads=2, loads=2)
+    with nullcontext() if complete else pytest.raises(ascend_emulator.RaceError):
+        second.wait_layer(10)
+        cache.drain()
+    torch_npu.npu.synchronize()
+    if complete:
+        assert cache.counters.companion_loaded_pages == 4
+
+
+def test_pages_of_a_stopped_load_are_reused_after_what_was_submitted(text: Text, held_back: HeldBack) -> None:
+    limits = CopyLimits(batch_pages=2, layers_ahead=1)
+    bench = make(["window"], "indexed", "layer_first", pages=4, limits=limits)
+    work, cache, own = Work(bench, text), bench.cache, bench.cache.companions[0].pages.own
+    work.put_on_host()
+    acquired = cache.acquire(text(1, 13))
+    with held_back():
+        cache.load(acquired)
+        pages = acquired.companion_pages("window")[1:3]
+        cache.abort(acquired)
+        cache.poll()
+        assert (own.holders(pages) == 1).all() and cache.accounting("window").in_use == 2
+    again = cache.acquire(text(2, 16))  # waits for them
+    assert {*pages.tolist()} < {*again.companion_pages("window").tolist()}
+    cache.load(again)
+    work.touch(again, lambda page: page.fill_(1))
+    torch_npu.npu.synchronize()
+    assert cache.counters.companion_loaded_pages == 0
+    assert all(bool((layer[1:] == 1).all()) for mirror in work.mirrors for layer in mirror.layers)
+    cache.abort(again)
+    cache.drain()
     bench.check_books()
 
 

@@ -7,25 +7,21 @@ pages, and goes together with the others in the next one; each is acknowledged o
 from __future__ import annotations
 
 from collections import deque
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-from kv_planner import TierConflict, TierOrder
 
 from kv_pool.hicache._inflight import Backup, BackupBatch, SharedLock, take_together
 from kv_pool.hicache.streams import issue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    import numpy.typing as npt
     from kv_planner import PrefixIndex, PrefixLock
 
     from kv_pool.hicache._inflight import CopyLimits
-    from kv_pool.hicache.canary import Canary
-    from kv_pool.hicache.host_pool import HostPool
     from kv_pool.hicache.movers import Mover
     from kv_pool.hicache.streams import Streams
     from kv_pool.tables import IntArray
@@ -34,58 +30,68 @@ __all__ = ["Backups"]
 
 
 class Backups:
-    """Backups of one cache; they end in the order in which they were asked for."""
+    """Backups of one pool, a cache's own or a companion's; they end in the order in which they were asked for.
+
+    Args:
+        index: The index, for the locks.
+        mover: What moves the bytes.
+        streams: The lanes.
+        limits: How much is submitted at a time.
+        arrived: Called once for each part whose bytes are on the host.
+        dropped: Called with the device and the host pages of each part that ends without.
+    """
 
     def __init__(
         self,
-        host: HostPool,
         index: PrefixIndex,
         mover: Mover,
         streams: Streams,
         limits: CopyLimits,
         *,
-        backed_up: Callable[[IntArray], None] | None,
-        canary: Canary | None,
+        arrived: Callable[[Backup], object],
+        dropped: Callable[[IntArray, IntArray], object],
     ) -> None:
-        self._host = host
         self._index = index
         self._mover = mover
         self._streams = streams
         self._limit = limits.batch_pages
-        self._on_backed_up = backed_up
-        self._canary = canary
+        self._arrived = arrived
+        self._dropped = dropped
         self._queue: deque[Backup] = deque()
         self._submitted: deque[BackupBatch] = deque()
-        self.counts = dict.fromkeys(
-            ("backed_up_pages", "backup_batches", "cancelled_backup_pages", "unbacked_pages"), 0
-        )
+        self.counts = dict.fromkeys(("backup_batches", "cancelled_backup_pages"), 0)
 
     @property
     def pages(self) -> tuple[int, int]:
         """Pages that wait, and pages that are under way."""
-        submitted = [part for batch in self._submitted for part in batch.parts]
-        return sum(part.nodes.size for part in self._queue), sum(part.nodes.size for part in submitted)
+        waiting = sum(part.nodes.size for part in self._queue)
+        return waiting, sum(part.nodes.size for part in self.all()) - waiting
 
-    def nodes(self) -> IntArray:
-        """Nodes whose backup has not been acknowledged."""
-        parts = [*(part for batch in self._submitted for part in batch.parts), *self._queue]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *(part.nodes for part in parts)])
+    def all(self) -> list[Backup]:
+        """Backups that have not been acknowledged."""
+        return [*(part for batch in self._submitted for part in batch.parts), *self._queue]
 
     def start(self, nodes: IntArray, device_pages: IntArray, host_pages: IntArray, lock: PrefixLock) -> None:
         """Copy pages to the host behind the compute issued so far; takes the lock and the host pages over.
 
         Raises:
-            Exception: What the mover or the device raised; of what it was asked to copy, the locks are dropped, the
-                host pages are free, and no node counts as backed up.
+            Exception: What the mover or the device raised; what of these pages is not under way is dropped.
         """
+        shared = SharedLock(lock)
         try:
             after = self._streams.mark("compute")
         except BaseException:
-            self._host.allocator.release(host_pages)
-            self._index.unlock(lock)
+            with self._unlocking(shared):
+                self._dropped(device_pages, host_pages)
             raise
-        self._queue.append(Backup(nodes, device_pages, host_pages, SharedLock(lock), after))
-        self.submit()
+        self._queue.append(Backup(nodes, device_pages, host_pages, shared, after))
+        try:
+            self.submit()
+        except BaseException:
+            for part in [part for part in self._queue if part.lock is shared]:
+                self._queue.remove(part)
+                self._drop(part)
+            raise
 
     def submit(self) -> None:
         """Submit what waits, as long as nothing is under way."""
@@ -139,48 +145,22 @@ class Backups:
         finally:
             with ExitStack() as ends:
                 for part in reversed(batch.parts):  # the last callback is the first that is called
-                    ends.callback(self._acknowledge if arrived else self._drop, part)
+                    ends.callback(self._arrive if arrived else self._drop, part)
 
-    def _acknowledge(self, part: Backup) -> None:
-        kept = np.zeros(part.nodes.size, dtype=np.bool_)
-        try:
-            if self._canary is not None:
-                self._canary.record(part.host_pages)
-            kept = self._record(part)
-            self.counts["backed_up_pages"] += int(kept.sum())
-            if self._on_backed_up is not None:
-                self._on_backed_up(part.nodes[kept])
-        finally:
-            self._host.allocator.release(part.host_pages[~kept])
-            self._unlock(part)
-
-    def _record(self, part: Backup) -> npt.NDArray[np.bool_]:
-        """Tell the index of a backup; returns which nodes took their page.
-
-        A node does not where a prefetch has brought its page meanwhile, or where its parent has no host copy any more.
-        """
-        try:
-            self._index.backed_up(part.nodes, part.host_pages)
-        except (TierConflict, TierOrder):
-            return np.array([self._record_one(*pair) for pair in zip(part.nodes, part.host_pages, strict=True)])
-        return np.ones(part.nodes.size, dtype=np.bool_)
-
-    def _record_one(self, node: np.int64, host_page: np.int64) -> bool:
-        try:
-            self._index.backed_up([int(node)], [int(host_page)])
-        except TierConflict:
-            return False
-        except TierOrder:
-            self.counts["unbacked_pages"] += 1
-            return False
-        return True
+    def _arrive(self, part: Backup) -> None:
+        with self._unlocking(part.lock):
+            self._arrived(part)
 
     def _drop(self, part: Backup) -> None:
         """End without a host copy."""
-        self._host.allocator.release(part.host_pages)
-        self._unlock(part)
+        with self._unlocking(part.lock):
+            self._dropped(part.device_pages, part.host_pages)
 
-    def _unlock(self, part: Backup) -> None:
-        part.lock.holders -= 1
-        if not part.lock.holders:
-            self._index.unlock(part.lock.lock)
+    @contextmanager
+    def _unlocking(self, lock: SharedLock) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            lock.holders -= 1
+            if not lock.holders:
+                self._index.unlock(lock.lock)

@@ -1,21 +1,25 @@
-"""Owns the copies between device and host that wait or are under way: both ways, their limits, their counts.
+"""Owns the copies of a cache's own pool that wait or are under way: both ways, their counts, what the index is told.
 
 A backup begins after all compute that was issued before it; so does a load, because what it overwrites may still be
 read. Each holds a lock of the index, and pages of its own, until the device has said that it is done. It does not
-choose what to copy.
+choose what to copy, nor copy what companions have (see `_member`).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+from kv_planner import TierConflict, TierOrder
+
 from kv_pool.hicache._backups import Backups
-from kv_pool.hicache._inflight import CopyLimits, Load, UnderWay
+from kv_pool.hicache._inflight import Backup, CopyLimits, Load, UnderWay
 from kv_pool.hicache._loads import Loads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy.typing as npt
     from kv_planner import PrefixIndex, PrefixLock
 
     from kv_pool.hicache._device import DevicePages
@@ -45,9 +49,17 @@ class Copies:
         canary: Canary | None = None,
     ) -> None:
         layers = sorted({layer for mirror in host.mirrors for layer in mirror.layer_ids})
+        self._host = host
+        self._index = index
         self._canary = canary
-        self._backups = Backups(host, index, mover, streams, limits, backed_up=backed_up, canary=canary)
-        self._loads = Loads(device, index, mover, streams, limits, layers, failed=failed)
+        self._on_backed_up = backed_up
+        self._count = dict.fromkeys(("backed_up_pages", "unbacked_pages"), 0)
+        self._backups = Backups(
+            index, mover, streams, limits, arrived=self._arrived, dropped=lambda _, pages: host.allocator.release(pages)
+        )
+        self._loads = Loads(
+            index, mover, streams, limits, layers, keep=lambda pages, _: device.in_use(pages).end, failed=failed
+        )
 
     @property
     def pending(self) -> bool:
@@ -57,7 +69,7 @@ class Copies:
     @property
     def counts(self) -> dict[str, int]:
         """What was done so far, by the names of `CacheCounters`."""
-        return self._backups.counts | self._loads.counts
+        return self._count | self._backups.counts | self._loads.counts
 
     @property
     def under_way(self) -> UnderWay:
@@ -67,7 +79,7 @@ class Copies:
 
     def being_backed_up(self) -> IntArray:
         """Nodes whose backup has not been acknowledged."""
-        return self._backups.nodes()
+        return np.concatenate([np.zeros(0, dtype=np.int64), *(part.nodes for part in self._backups.all())])
 
     def loading(self) -> list[Load]:
         """Loads that still hold their device pages."""
@@ -117,3 +129,37 @@ class Copies:
         """Wait for everything that waits or is under way, and acknowledge it."""
         self._loads.drain()
         self._backups.drain()
+
+    def _arrived(self, part: Backup) -> None:
+        """Tell the index of host copies that are complete; host pages that it does not take are free."""
+        kept = np.zeros(part.nodes.size, dtype=np.bool_)
+        try:
+            if self._canary is not None:
+                self._canary.record(part.host_pages)
+            kept = self._record(part)
+            self._count["backed_up_pages"] += int(kept.sum())
+            if self._on_backed_up is not None:
+                self._on_backed_up(part.nodes[kept])
+        finally:
+            self._host.allocator.release(part.host_pages[~kept])
+
+    def _record(self, part: Backup) -> npt.NDArray[np.bool_]:
+        """Tell the index of a backup; returns which nodes took their page.
+
+        A node does not where a prefetch has brought its page meanwhile, or where its parent has no host copy any more.
+        """
+        try:
+            self._index.backed_up(part.nodes, part.host_pages)
+        except (TierConflict, TierOrder):
+            return np.array([self._record_one(*pair) for pair in zip(part.nodes, part.host_pages, strict=True)])
+        return np.ones(part.nodes.size, dtype=np.bool_)
+
+    def _record_one(self, node: np.int64, host_page: np.int64) -> bool:
+        try:
+            self._index.backed_up([int(node)], [int(host_page)])
+        except TierConflict:
+            return False
+        except TierOrder:
+            self._count["unbacked_pages"] += 1
+            return False
+        return True

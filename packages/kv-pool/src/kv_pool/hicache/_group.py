@@ -45,7 +45,7 @@ class Group:
         poison: Whether freed device pages are overwritten.
         storage: Where companions' pages go when their host copies are complete; `None` for two levels.
         canary: Whether checksums are taken after backup and asked at load.
-        limits: How much of each is copied to the host at a time.
+        limits: How much of each is copied at a time.
 
     Raises:
         HostPoolError: A companion is of another cache, or two have one name, allocator or host pool.
@@ -93,7 +93,7 @@ class Group:
                 index,
                 poison=poison,
                 canary=canary,
-                batch_pages=limits.batch_pages,
+                limits=limits,
                 backed_up=storage.back_up if storage is not None else None,
             )
             for companion in companions
@@ -104,7 +104,6 @@ class Group:
         self._own_layers = frozenset(layer for mirror in host.mirrors for layer in mirror.layer_ids)
         self._layers = self._own_layers.union(*(member.layers for member in self._members))
         self._index = index
-        self._streams = streams
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members)
@@ -231,7 +230,7 @@ class Group:
 
         Raises:
             UnknownLayer: It lies neither in the cache's own pool nor with a companion.
-            Exception: What the device has said of one of the loads.
+            Exception: What a mover or the device has said of one of the loads.
         """
         if layer_id not in self._layers:
             raise UnknownLayer(
@@ -245,8 +244,17 @@ class Group:
             if layer_id in share.member.layers:
                 if share.failure is not None:
                     raise share.failure
-                for carry in share.loads:
-                    self._streams.wait("compute", carry.layers[layer_id])
+                for load in share.loads:
+                    share.member.wait_layer(load, layer_id)
+
+    @staticmethod
+    def stop(shares: Sequence[Share], others: Sequence[Share]) -> None:
+        """Stop the loads of a request that ends, but for those that others read; see `Member.stop`."""
+        needed = {id(load) for share in others for load in share.loads}
+        for share in shares:
+            for load in share.loads:
+                if id(load) not in needed:
+                    share.member.stop(load)
 
     def alone_holds(self, layer_id: int) -> bool:
         """Whether a layer lies with a companion, and not in the cache's own pool."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, TypeVar
 
 from kv_pool.errors import HostPoolError
@@ -13,7 +13,6 @@ from kv_pool.tables import whole_number
 if TYPE_CHECKING:
     from kv_planner import PrefixLock
 
-    from kv_pool.allocator import PageUse
     from kv_pool.hicache.streams import Mark
     from kv_pool.tables import IntArray
 
@@ -66,6 +65,10 @@ class UnderWay:
     queued_writes: int = 0
     writes: int = 0
     reads: int = 0
+
+    def __add__(self, other: UnderWay) -> UnderWay:
+        """Pages of both."""
+        return UnderWay(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
 
 
 @dataclass(eq=False)
@@ -127,7 +130,8 @@ class Load:
         device_pages: Where they go.
         lock: Keeps the host pages.
         after: End of the compute that may still use what is overwritten.
-        use: Keeps the device pages from everybody else until the load has ended, whoever releases them meanwhile.
+        let_go: Ends what keeps the device pages from everybody else until the load has ended, whoever releases them
+            meanwhile.
         batch: What it was submitted with; `None` while it waits.
     """
 
@@ -136,13 +140,13 @@ class Load:
     device_pages: IntArray
     lock: PrefixLock
     after: Mark
-    use: PageUse
+    let_go: Callable[[], object]
     batch: LoadBatch | None = None
 
     @property
-    def failed(self) -> bool:
-        """Whether the mover or the device has said that its bytes did not come."""
-        return self.batch is not None and self.batch.failure is not None
+    def failure(self) -> BaseException | None:
+        """What the mover or the device has said, if its bytes did not come."""
+        return None if self.batch is None else self.batch.failure
 
 
 @dataclass(eq=False)

@@ -2,7 +2,7 @@
 
 Layers are submitted as far ahead of compute as the limits say, so that the rest can still be cancelled. A load that is
 asked for while another one is being copied waits, and goes together with others that wait when the lane is free, or
-when compute waits for it. All of a cache's loads share one lane, so a mark is reached when all before it are.
+when compute waits for it. All loads of a pool share one lane, so a mark is reached when all before it are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from kv_planner import PrefixIndex, PrefixLock
 
-    from kv_pool.hicache._device import DevicePages
     from kv_pool.hicache._inflight import CopyLimits
     from kv_pool.hicache.movers import Mover
     from kv_pool.hicache.streams import Mark, Streams
@@ -32,30 +31,30 @@ __all__ = ["Loads"]
 
 
 class Loads:
-    """Loads of one cache.
+    """Loads of one pool, a cache's own or a companion's.
 
     Args:
-        device: The device pages; a load holds its own until it has ended.
         index: The index, for the locks.
         mover: What moves the bytes.
         streams: The lanes.
         limits: How much is submitted at a time.
         layers: Global layer ids, in the order in which compute asks for them.
+        keep: Keeps the device and the host pages of a load from everybody else; returns what ends that.
         failed: Called once for each load of which the mover or device has said later that it failed.
     """
 
     def __init__(
         self,
-        device: DevicePages,
         index: PrefixIndex,
         mover: Mover,
         streams: Streams,
         limits: CopyLimits,
         layers: list[int],
         *,
+        keep: Callable[[IntArray, IntArray], Callable[[], object]],
         failed: Callable[[Load], object],
     ) -> None:
-        self._device = device
+        self._keep = keep
         self._index = index
         self._mover = mover
         self._streams = streams
@@ -86,7 +85,7 @@ class Loads:
         """
         try:
             after = self._streams.mark("compute")
-            load = Load(nodes, host_pages, device_pages, lock, after, self._device.in_use(device_pages))
+            load = Load(nodes, host_pages, device_pages, lock, after, self._keep(device_pages, host_pages))
         except BaseException:
             self._index.unlock(lock)
             raise
@@ -223,4 +222,4 @@ class Loads:
 
     def _release(self, load: Load) -> None:
         self._index.unlock(load.lock)
-        load.use.end()
+        load.let_go()

@@ -76,22 +76,15 @@ class CacheReports:
     def counters(self) -> CacheCounters:
         """What the cache has done so far."""
         companions = {
-            "companion_loaded_pages": sum(member.loaded for member in self._group),
-            "companion_backed_up_pages": sum(member.backed_up for member in self._group),
+            "companion_loaded_pages": sum(member.counts["loaded_pages"] for member in self._group),
+            "companion_backed_up_pages": sum(member.counts["backed_up_pages"] for member in self._group),
         }
         return CacheCounters(**self._count | self._levels.counts | companions)
 
     @property
     def under_way(self) -> UnderWay:
         """Pages that wait or travel between the levels at this moment; companions' between device and host too."""
-        between = self._copies.under_way
-        for queued, backups, loads in (member.pages for member in self._group):
-            between = replace(
-                between,
-                queued_backups=between.queued_backups + queued,
-                backups=between.backups + backups,
-                loads=between.loads + loads,
-            )
+        between = sum((member.under_way for member in self._group), self._copies.under_way)
         return between if self._storage is None else replace(between, **self._storage.under_way)
 
     @property

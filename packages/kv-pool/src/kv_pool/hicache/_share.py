@@ -17,7 +17,8 @@ from kv_pool.errors import CanaryMismatch, OutOfPages
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from kv_pool.hicache._member import Carry, Member
+    from kv_pool.hicache._inflight import Load
+    from kv_pool.hicache._member import Member
     from kv_pool.tables import IntArray
 
 __all__ = ["Share"]
@@ -52,12 +53,12 @@ class Share:
     ready: dict[int, int] = field(default_factory=dict)
     reached: int = 0
     row: int = 0
-    loads: list[Carry] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
 
     @property
     def failure(self) -> BaseException | None:
         """What the device has said of a load of what it reads, if that has failed."""
-        return next((carry.failure for carry in self.loads if carry.failure is not None), None)
+        return next((load.failure for load in self.loads if load.failure is not None), None)
 
     @property
     def must_load(self) -> bool:
@@ -100,7 +101,9 @@ class Share:
             return
         wanted = self.needed(hit)
         found = self.member.device.find(lead[wanted])  # some may have come from others since the prompt was looked up
-        self._keep_also(found[(found > 0) & ~np.isin(found, self.device)])
+        came = found[(found > 0) & ~np.isin(found, self.device)]
+        self._keep_also(came)
+        self.loads += [load for load in self._arriving(came) if load not in self.loads]
         fill = [position for position in wanted[self._bare(lead, wanted)].tolist() if position not in self.ready]
         own = np.arange(hit, max(reach, self.reached))
         own = own[self._bare(lead, own)]
@@ -187,7 +190,7 @@ class Share:
             self._keep_also(reading[~np.isin(reading, self.device)])
             kept = np.concatenate([reading, self.member.device.find(lead[hit : self.reached])])
             self._let_go(self.device[~np.isin(self.device, kept)])
-        failed = [carry for carry in self.loads if carry.failure is not None]
+        failed = [load for load in self.loads if load.failure is not None]
         self.loads = failed + self._arriving([*self.member.device.find(lead[self.needed(hit)]).tolist(), self.row])
         self._leave_host()
 
@@ -246,9 +249,9 @@ class Share:
         self.member.host.own.release(self.host[self.host > 0])
         self.host = _none()
 
-    def _arriving(self, reading: IntArray | list[int]) -> list[Carry]:
+    def _arriving(self, reading: IntArray | list[int]) -> list[Load]:
         """Loads under way of own pages."""
-        return [carry for carry in self.member.loads if np.isin(carry.pages, reading).any()]
+        return [load for load in self.member.loads if np.isin(load.device_pages, reading).any()]
 
     def _bare(self, lead: IntArray, positions: IntArray) -> npt.NDArray[np.bool_]:
         bare: npt.NDArray[np.bool_] = self.member.device.find(lead[positions]) == 0

@@ -210,7 +210,7 @@ class Acquired:
             )
 
     def _expect_whole(self) -> None:
-        if any(load.failed for load in self._pending) or any(share.failure for share in self._shares):
+        if any(load.failure for load in self._pending) or any(share.failure for share in self._shares):
             raise CacheError(
                 "finish(acquired)",
                 given="a handle of which a load has failed",

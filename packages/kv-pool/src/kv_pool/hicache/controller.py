@@ -323,8 +323,7 @@ class HiCacheController(CacheReports):
         """Give a request's pages back; what it found stays in the index.
 
         A load that nobody else waits for is stopped: layers that were not submitted are not moved, its pages are free
-        when the others have ended, and none of it counts. One that is wholly submitted is left to end, and so are those
-        of companions.
+        when the others have ended, and none of it counts. One that is wholly submitted is left to end.
 
         Raises:
             CacheError: The handle has ended.
@@ -335,6 +334,7 @@ class HiCacheController(CacheReports):
         for load in acquired._pending:
             if not any(load in other._pending for other in self._open.values()):
                 self._copies.cancel(load, partial(self._unload, load))
+        self._group.stop(acquired._shares, [share for other in self._open.values() for share in other._shares])
         self._release(acquired)
         self.poll()
 
