@@ -111,8 +111,8 @@ class Soak:
         bench.options["canary"] = canary
         if self.levels != LEVELS[0]:
             store = FileStorage(self.folder, capacity_bytes=int(self.random.choice([20_000, 10**8])))
-            tier = StorageTier(bench.host, bench.index, store, threshold=4, batch=2, threads=0, canary=canary)
-            bench.attach(tier)
+            numbers: Any = {"threshold": 4, "batch": 2, "write_limit": int(self.random.choice([2, 3, 1024]))}
+            bench.attach(StorageTier(bench.host, bench.index, store, **numbers, threads=0, canary=canary))
         else:
             bench.attach(None)
         self.counts["restarts" if restarted else "caches"] += 1

@@ -7,13 +7,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from kv_pool import HostPoolError, PageAllocator, PageMap, StorageError
-from kv_pool.hicache import Companion, FileStorage, HostPool, StorageTier, WritePolicy, page_keys
+import torch
+from kv_pool import CanaryMismatch, HostPoolError, PageAllocator, PageMap, StorageError
+from kv_pool.hicache import Canary, Companion, FileStorage, HostPool, StorageTier, WritePolicy, page_keys
 from kv_pool.hicache.storage.companions import companion_digest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -25,11 +27,14 @@ Make = Callable[..., GroupBench]
 ALL = ["window", "draft", "states"]
 
 
-def over(store: Any, kinds: Sequence[str], tier: dict[str, Any] | None = None, **options: Any) -> GroupBench:
+def over(
+    store: Any, kinds: Sequence[str], tier: dict[str, Any] | None = None, *, canary: bool = False, **options: Any
+) -> GroupBench:
     """A cache with a store; each call is a restart."""
     bench = GroupBench(kinds, **options)
     bench.random = PageByPage()  # type: ignore[assignment]
     chosen: dict[str, Any] = {"threshold": 4, "batch": 2, "threads": 1, **(tier or {})}
+    chosen["canary"] = bench.options["canary"] = Canary(bench.host) if canary else None
     bench.attach(StorageTier(bench.host, bench.index, store, **chosen))
     return bench
 
@@ -137,6 +142,63 @@ def test_what_the_store_lacks_or_has_damaged_shortens_the_hit(make: Make, text: 
     assert again.serve(text(1, 12)) == (0, 0)
 
 
+class Without:
+    """A store that cannot remove pages."""
+
+    name = "without"
+
+    def __init__(self, inner: FileStorage) -> None:
+        self.inner = inner
+        self.exists, self.write = inner.exists, inner.write
+        self.read_keys: list[str] = []
+
+    def read(self, keys: Sequence[str], pages: Sequence[Any]) -> int:
+        self.read_keys += keys
+        return self.inner.read(keys, pages)
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("removes", [True, False])
+def test_a_page_that_the_canary_refuses_leaves_the_store_too(
+    text: Text, tmp_path: Path, kind: str, removes: bool
+) -> None:
+    files = FileStorage(tmp_path / "pages", capacity_bytes=10**8)
+    store: Any = files if removes else Without(files)
+    bench = over(store, [kind], canary=True, pages=16)
+    bench.serve(text(1, 17))
+    bench.cache.drain()
+    bench.cache.evict(16)
+    member = bench.cache._group.member(kind)
+    digest = companion_digest(bench.cache._storage, member.companion)  # type: ignore[arg-type]
+    key = page_keys(digest, text(1, 16), 4)[3]
+    acquired = bench.cache.acquire(text(1, 18))
+    other = bench.cache.acquire(text(1, 19))
+    place = int(member.host.find(acquired._host_pages[3:4])[0])
+    member.companion.hosts[-1].mirrors[-1].host[place].view(torch.uint8)[-1, -1, -1, -1] ^= 1
+    for handle in (acquired, other):
+        with pytest.raises(CanaryMismatch):
+            bench.cache.load(handle)
+    bench.cache.abort(other)
+    bench.cache.drain()
+    told = counters(bench)
+    assert (told.damaged_pages, told.forgotten_pages, told.failures) == (1, int(not removes), 0)
+    assert files.exists([key]) == int(not removes) and member.counts["refused_host_pages"] == 1
+    bench.check_books()
+    bench.cache.limit(acquired, 12)
+    bench.cache.finish(acquired, bench.run(acquired))
+    bench.cache.drain()
+    assert files.exists([key]) == 1, "computed again, and kept again"
+    again = over(store, [kind], canary=True)
+    member.host.leave(member.host.named())
+    bench.cache.evict(16)
+    bench.host.allocator.release(bench.index.evict_host(16).pages)
+    for one, hit in ((again, 16), (bench, 16 if removes else 12)):  # this process does not ask for it again
+        one.cache.prefetch(text(1, 18))
+        one.cache.drain()
+        assert one.serve(text(1, 18)) == (0, hit)
+        one.check_books()
+
+
 class Slow:
     """A store whose reads wait until they are let go, and that fails when it is told to."""
 
@@ -183,6 +245,55 @@ def test_a_prefetch_that_is_cancelled_or_fails_holds_nothing(make: Make, text: T
     again.cache.drain()
     assert counters(again).failures == (9 if end == "broken" else 0), "three batches of each companion"
     again.check_books()
+
+
+class Gated:
+    """A store whose writes wait until they are let go, and that notes their sizes."""
+
+    name = "gated"
+
+    def __init__(self, inner: FileStorage) -> None:
+        self.exists, self.read, self.inner = inner.exists, inner.read, inner
+        self.go, self.sizes, self.lock = threading.Event(), list[int](), threading.Lock()
+
+    def write(self, keys: Sequence[str], pages: Sequence[Any]) -> int:
+        with self.lock:
+            self.sizes.append(len(keys))
+        self.go.wait(30)
+        return self.inner.write(keys, pages)
+
+
+def test_writes_of_all_pools_wait_within_one_limit(make: Make, text: Text, tmp_path: Path) -> None:
+    store = Gated(FileStorage(tmp_path / "pages", capacity_bytes=10**8))
+    bench = over(store, ALL, {"batch": 4, "write_limit": 5, "threads": 2}, pages=20, host_pages=40)
+    for name in (1, 2, 3, 4):
+        bench.serve(text(name, 9))  # two pages of each of four pools
+        bench.cache._copies.drain()
+        under_way = bench.cache.under_way
+        assert under_way.writes <= 5 and under_way.writes + under_way.queued_writes == 8 * name
+    assert (under_way.writes, under_way.queued_writes) == (4, 28), "two pages each; a fifth alone there is not"
+    storage: Any = bench.cache.companion_storage
+    assert storage.pending
+    told = [storage.under_way(name) for name in ALL]
+    assert sum(one.writes for one in told) == 4 and sum(one.queued_writes for one in told) == 28 - 8
+    for member in bench.cache._group:
+        assert (member.host.own.holders(member.host.find(member.host.named())) == 2).all(), "nobody's to evict"
+        assert member.host.evict(8) == 0
+    store.go.set()
+    outbound: Any = bench.cache._storage.outbound  # type: ignore[union-attr]
+    wait_for([writing.work for writing in outbound._writing])
+    bench.cache.poll()
+    bench.cache.drain()
+    assert sum(store.sizes) == 32 and store.sizes[:3] == [2, 2, 4], "two texts of one pool share a call"
+    assert max(store.sizes) == 4
+    assert counters(bench).written_pages == 24 and not storage.pending and not bench.cache.pending
+    bench.check_books()
+    assert all(member.host.evict(8) == 8 for member in bench.cache._group)
+    again = make(ALL, pages=20, host_pages=40)
+    for name in (1, 2, 3, 4):
+        again.cache.prefetch(text(name, 9))
+        again.cache.drain()
+        assert again.serve(text(name, 9)) == (0, 8)
 
 
 def test_a_node_that_has_left_is_not_written(make: Make, text: Text) -> None:

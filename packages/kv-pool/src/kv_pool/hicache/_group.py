@@ -6,7 +6,7 @@ A cache without companions has an empty group, which does nothing and costs noth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -208,7 +208,14 @@ class Group:
         for share in shares:
             share.advance(lead, min(computed // self._page_size, lead.size), self._pages(reach, lead.size))
 
-    def check(self, shares: Sequence[Share], lead: IntArray, hit: int, lead_host: IntArray) -> None:
+    def check(
+        self,
+        shares: Sequence[Share],
+        lead: IntArray,
+        hit: int,
+        lead_host: IntArray,
+        refused: Callable[[str, int], object],
+    ) -> None:
         """Compare what `load` would bring from the host with the checksums that were taken, where there are any.
 
         Raises:
@@ -218,7 +225,7 @@ class Group:
         for share in shares:
             if share.failure is not None:
                 raise share.failure
-            share.check(lead, hit, lead_host)
+            share.check(lead, hit, lead_host, refused)
 
     def load(self, shares: Sequence[Share], lead: IntArray, hit: int, nodes: IntArray, lead_host: IntArray) -> None:
         """Start to bring what a hit needs from the host; see `Share.load`."""

@@ -181,6 +181,11 @@ class Levels:
         if self._storage is not None:
             self._storage.forget(tokens, namespace)
 
+    def forget_companion(self, name: str, tokens: IntArray, namespace: Namespace) -> None:
+        """A companion's host page is not what was backed up, and has left the host: it leaves the third level."""
+        if self._companion_storage is not None:
+            self._companion_storage.forget(name, tokens, namespace)
+
     def keep(self, nodes: IntArray, pages: IntArray) -> None:
         """Start the backups that the policy asks for when a prompt has ended with these nodes, in these pages."""
         least = _USES[self._policy]

@@ -74,7 +74,7 @@ class Member:
         self.mover = Together(movers, companion.hosts)
         self._index = index
         self._on_backed_up = backed_up
-        self._count = dict.fromkeys(("backed_up_pages", "device_hit_pages", "host_hit_pages"), 0)
+        self._count = dict.fromkeys(("backed_up_pages", "device_hit_pages", "host_hit_pages", "refused_host_pages"), 0)
         self._storages = [
             storage for host in companion.hosts for mirror in host.mirrors for storage in pages_second(mirror)
         ]
@@ -187,6 +187,12 @@ class Member:
         if self._loads.cancellable(load):
             self._forget(load)
             self._loads.cancel(load)
+
+    def refuse(self, lead_host: int) -> int:
+        """The own page of a host page is not what was backed up: it leaves the host; returns how many have left."""
+        left = self.host.leave([lead_host])
+        self._count["refused_host_pages"] += left
+        return left
 
     def copy_row(self, source: int, target: int) -> None:
         """Copy a row on the compute lane."""

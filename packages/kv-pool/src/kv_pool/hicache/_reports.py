@@ -5,7 +5,6 @@ It changes nothing (see `controller`).
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from kv_pool.hicache._device import DevicePages
     from kv_pool.hicache._group import Group
     from kv_pool.hicache._levels import Levels
+    from kv_pool.hicache._member import Member
     from kv_pool.hicache._parts import WritePolicy
     from kv_pool.hicache.acquired import Acquired
     from kv_pool.hicache.companion import Companion
@@ -83,9 +83,9 @@ class CacheReports:
 
     @property
     def under_way(self) -> UnderWay:
-        """Pages that wait or travel between the levels at this moment; companions' between device and host too."""
-        between = sum((member.under_way for member in self._group), self._copies.under_way)
-        return between if self._storage is None else replace(between, **self._storage.under_way)
+        """Pages that wait or travel between the levels at this moment, companions' among them."""
+        own = self._copies.under_way if self._storage is None else self._copies.under_way + self._storage.under_way
+        return sum((self._under_way(member) for member in self._group), own)
 
     @property
     def pending(self) -> bool:
@@ -115,3 +115,8 @@ class CacheReports:
             in_use=outside.size + self._device.lingering,
             total=self._device.total,
         )
+
+    def _under_way(self, member: Member) -> UnderWay:
+        if self._companion_storage is None:
+            return member.under_way
+        return member.under_way + self._companion_storage.under_way(member.companion.name)

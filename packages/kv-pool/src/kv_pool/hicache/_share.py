@@ -5,7 +5,7 @@ Every method is done as a whole or refused as a whole. It does not choose the hi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -44,6 +44,7 @@ class Share:
         reached: Positions below this one have been given a page of their own.
         row: The running row of states; 0 for none.
         loads: Loads that were under way of what it reads.
+        loaded: Pages that `load` has asked for from the host.
     """
 
     member: Member
@@ -54,6 +55,7 @@ class Share:
     reached: int = 0
     row: int = 0
     loads: list[Load] = field(default_factory=list)
+    loaded: int = 0
 
     @property
     def failure(self) -> BaseException | None:
@@ -145,8 +147,14 @@ class Share:
         self.reached = max(self.reached, computed)
         self.extend(lead, reach)
 
-    def check(self, lead: IntArray, hit: int, lead_host: IntArray) -> None:
+    def check(self, lead: IntArray, hit: int, lead_host: IntArray, refused: Callable[[str, int], object]) -> None:
         """Compare what `load` would bring from the host with its checksums.
+
+        Args:
+            lead: The cache's device pages of the request.
+            hit: Pages of the hit.
+            lead_host: The cache's host pages of what was found.
+            refused: Called with the companion's name and the position of a page that is refused.
 
         Raises:
             CanaryMismatch: A page is not what was backed up. It has left the host, and hits that need it with it.
@@ -162,7 +170,8 @@ class Share:
             except CanaryMismatch as error:
                 place = places[error.position]
                 self.have[place] = False
-                self.member.host.leave(lead_host[place : place + 1])
+                if self.member.refuse(lead_host[place]):  # otherwise another request has found it before
+                    refused(self.member.companion.name, int(place))
                 raise
 
     def load(self, lead: IntArray, hit: int, nodes: IntArray, lead_host: IntArray) -> None:
@@ -182,7 +191,7 @@ class Share:
             self._give(lead[places], pages)
             if places.size:
                 try:
-                    self.member.load(pages, self.member.on_host(lead_host[places]), nodes[places])
+                    self._bring(pages, lead_host[places], nodes[places])
                 except BaseException:
                     self.member.device.leave(lead[places])
                     raise
@@ -207,8 +216,9 @@ class Share:
         self.member.device.touch(lead_page)
         return True
 
-    def settle(self, given: IntArray, kept: IntArray) -> None:
-        """Name the pages of a finished text by the pages that the index has kept, and count them as used."""
+    def settle(self, given: IntArray, kept: IntArray, hit: int) -> None:
+        """Name the pages of a finished text by the pages that the index has kept, and count what its hit has read."""
+        self.member.count_hit(self.needed(hit).size - self.loaded, self.loaded)
         other = given != kept
         self.member.device.pass_on(given[other], kept[other])
         self.member.device.touch(kept[::-1] if self.member.companion.trailing is None else kept)
@@ -229,9 +239,12 @@ class Share:
         if saved:
             self.member.copy_row(saved, self.row)
         else:
-            row = np.array([self.row])
-            self.member.load(row, self.member.on_host(lead_host[hit - 1 : hit]), nodes[hit - 1 : hit])
+            self._bring(np.array([self.row]), lead_host[hit - 1 : hit], nodes[hit - 1 : hit])
         self._let_go(self.device)
+
+    def _bring(self, pages: IntArray, lead_host: IntArray, nodes: IntArray) -> None:
+        self.member.load(pages, self.member.on_host(lead_host), nodes)
+        self.loaded = pages.size
 
     def _take(self, count: int, lead: IntArray, hit: int) -> IntArray:
         """Take pages; if there are too few, what only a lower hit would read may leave, and such hits with it."""

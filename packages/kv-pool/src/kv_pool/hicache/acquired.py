@@ -165,12 +165,26 @@ class Acquired:
     def _must_load(self) -> bool:
         return self.host_hit_tokens > 0 or any(share.must_load for share in self._shares)
 
+    @property
+    def _served(self) -> dict[str, int]:
+        """Its tokens, by the names of `CacheCounters`."""
+        return {
+            "prompt_tokens": self.tokens.size,
+            "device_hit_tokens": self.device_hit_tokens,
+            "host_hit_tokens": self.host_hit_tokens,
+            "uncovered_tokens": self.known_tokens - self.found_tokens,
+        }
+
     def _share(self, name: str) -> Share:
         for share in self._shares:
             if share.member.companion.name == name:
                 return share
         names = [share.member.companion.name for share in self._shares]
         raise self._refuse(name, f"of a cache with it, not {names}", "there are no such pages", "declare it")
+
+    def _path(self, place: int) -> tuple[IntArray, Namespace]:
+        """The text up to the end of a page, and where it was looked up."""
+        return self.tokens[: (place + 1) * self._page_size], self.namespace
 
     def _lower_hit(self, hit_tokens: int) -> int:
         """Check a lower hit; returns it in pages."""

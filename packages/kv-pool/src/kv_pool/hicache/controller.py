@@ -260,21 +260,22 @@ class HiCacheController(CacheReports):
         Raises:
             CacheError: The handle was loaded or has ended.
             CanaryMismatch: Page `position` of the host's part is not what was backed up. It and all behind it have left
-                the host, and it the third level: `limit` to those before it. Or it is a companion's and has left the
-                host: `limit` to what is `restorable` without it.
+                the host, and it the third level: `limit` to those before it. Or it is a companion's and has left host
+                and third level: `limit` to what is `restorable` without it.
             Exception: What a mover or the device raised; the handle can be aborted then.
         """
         acquired._expect("load", "acquired")
-        self._group.check(acquired._shares, acquired._pages, acquired._hit, acquired._host_pages)
+        self._group.check(
+            acquired._shares, acquired._pages, acquired._hit, acquired._host_pages,
+            refused=lambda name, place: self._levels.forget_companion(name, *acquired._path(place)),
+        )  # fmt: skip
         start, stop = acquired._device_hit, acquired._hit
         if start < stop:
             nodes, pages = acquired._nodes[start:stop], acquired._pages[start:stop].copy()
             try:
                 load, absent = self._levels.load(nodes, acquired._host_pages[start:stop], pages)
             except CanaryMismatch as error:
-                place = start + error.position
-                text = acquired.tokens[: (place + 1) * self._page_size]
-                self._levels.forget(int(nodes[error.position]), text, acquired.namespace)
+                self._levels.forget(int(nodes[error.position]), *acquired._path(start + error.position))
                 raise
             acquired._pending.append(load)
             acquired._owned[start:stop][absent] = False
@@ -304,11 +305,9 @@ class HiCacheController(CacheReports):
         self._levels.record(inserted.nodes, inserted.pages)
         acquired._owned[inserted.taken] = False
         for share in acquired._shares:
-            share.settle(pages[:whole], inserted.pages)
-        self._count["prompt_tokens"] += acquired.tokens.size
-        self._count["device_hit_tokens"] += acquired.device_hit_tokens
-        self._count["host_hit_tokens"] += acquired.host_hit_tokens
-        self._count["uncovered_tokens"] += acquired.known_tokens - acquired.found_tokens
+            share.settle(pages[:whole], inserted.pages, acquired._hit)
+        for name, tokens_served in acquired._served.items():
+            self._count[name] += tokens_served
         lock = self._index.lock(inserted.nodes)
         try:
             acquired.state = "finished"

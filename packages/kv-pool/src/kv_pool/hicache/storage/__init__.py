@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from inspect import signature
 from typing import Any, cast
 
-from kv_pool.errors import StorageError
+from kv_pool.errors import KvPoolError, StorageError
 from kv_pool.hicache.storage._work import Prefetch, StorageCounters
 from kv_pool.hicache.storage.files import FileStorage
 from kv_pool.hicache.storage.identity import StorageIdentity, page_keys
@@ -49,22 +49,11 @@ def create_storage(name: str, **options: Any) -> PageStorage:
         **options: What its constructor takes.
 
     Raises:
-        StorageError: There is no such store, it does not take these options, or what its constructor raises.
+        StorageError: There is no such store, it does not take these options, or its package or constructor has raised
+            what is no error of kv_pool (the cause).
+        KvPoolError: What its constructor raises of them.
     """
-    if name in _OURS:
-        module, _, attribute = _OURS[name].partition(":")
-        make: Callable[..., Any] = getattr(import_module(module), attribute)
-    else:
-        found = {entry.name: entry for entry in entry_points(group=GROUP)}
-        if name not in found:
-            raise StorageError(
-                "name",
-                given=name,
-                expected=f"one of {sorted([*_OURS, *found])}",
-                consequence="nothing would be kept beyond the host",
-                remedy=f"install the package that declares it in the group {GROUP}",
-            )
-        make = found[name].load()
+    make = _constructor(name)
     takes = signature(make)
     try:
         takes.bind(**options)
@@ -76,4 +65,40 @@ def create_storage(name: str, **options: Any) -> PageStorage:
             consequence="the store was not opened",
             remedy="give the options that its constructor takes",
         ) from error
-    return cast(PageStorage, make(**options))
+    try:
+        return cast(PageStorage, make(**options))
+    except KvPoolError:
+        raise
+    except Exception as error:
+        raise _unusable(name, error) from error
+
+
+def _constructor(name: str) -> Callable[..., Any]:
+    if name in _OURS:
+        module, _, attribute = _OURS[name].partition(":")
+        ours: Callable[..., Any] = getattr(import_module(module), attribute)
+        return ours
+    found = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if name not in found:
+        raise StorageError(
+            "name",
+            given=name,
+            expected=f"one of {sorted([*_OURS, *found])}",
+            consequence="nothing would be kept beyond the host",
+            remedy=f"install the package that declares it in the group {GROUP}",
+        )
+    try:
+        theirs: Callable[..., Any] = found[name].load()
+    except Exception as error:
+        raise _unusable(name, error) from error
+    return theirs
+
+
+def _unusable(name: str, error: Exception) -> StorageError:
+    return StorageError(
+        f"the store {name!r}",
+        given=f"{type(error).__name__}: {error}",
+        expected="a store",
+        consequence="the store was not opened",
+        remedy="see the cause, and mend its options or its package",
+    )

@@ -1,9 +1,9 @@
-"""Owns the records of what travels between the host and a store, and the counts. It starts and ends nothing."""
+"""Owns the record of what travels from a store to the host, and the counts of both ways. It starts and ends nothing."""
 
 from __future__ import annotations
 
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from threading import Event
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from kv_planner import PrefixLock
 
     from kv_pool.hicache.acquired import Namespace
+    from kv_pool.hicache.storage._calls import Read
     from kv_pool.tables import IntArray
 
-__all__ = ["Inline", "Prefetch", "PrefetchState", "Read", "StorageCounters", "Write", "Writing"]
+__all__ = ["Books", "Inline", "Prefetch", "PrefetchState", "StorageCounters"]
 
 PrefetchState: TypeAlias = Literal["below_threshold", "reading", "done", "cancelled"]
 
@@ -43,6 +44,22 @@ class StorageCounters:
     damaged_pages: int = 0
     forgotten_pages: int = 0
     failures: int = 0
+
+    def __add__(self, other: StorageCounters) -> StorageCounters:
+        """What both have done."""
+        return StorageCounters(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
+
+
+class Books:
+    """The counters of one owner of pages, as they are now."""
+
+    def __init__(self) -> None:
+        self.counters = StorageCounters()
+
+    def add(self, **more: int) -> None:
+        """Count more, by the names of `StorageCounters`."""
+        summed = {name: getattr(self.counters, name) + value for name, value in more.items()}
+        self.counters = replace(self.counters, **summed)
 
 
 class Prefetch:
@@ -82,31 +99,6 @@ class Prefetch:
     def cancel(self) -> None:
         """Stop after the batch that is under way; what was read whole until then is kept. Ends with the next `poll`."""
         self._stop.set()
-
-
-@dataclass(frozen=True)
-class Read:
-    pages: int
-    damaged: str | None = None
-    failed: int = 0
-
-
-@dataclass(frozen=True)
-class Write:
-    """Pages of one text that wait to be written."""
-
-    keys: list[str]
-    host_pages: IntArray
-    lock: PrefixLock
-
-
-@dataclass(frozen=True)
-class Writing:
-    """Pages that the store is writing, and their locks."""
-
-    locks: list[PrefixLock]
-    pages: int
-    work: Future[int]
 
 
 class Inline(Executor):

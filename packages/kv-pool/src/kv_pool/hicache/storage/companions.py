@@ -9,21 +9,25 @@ calls alone. It does not read or write the pages of the cache's own pool (see `t
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from kv_planner import StaleNode
 
-from kv_pool.errors import HostPoolError, StorageDamaged, StorageError
+from kv_pool.errors import HostPoolError, StorageError
+from kv_pool.hicache._inflight import UnderWay
 from kv_pool.hicache.ranks import owner_rank
-from kv_pool.hicache.storage._work import StorageCounters
+from kv_pool.hicache.storage._calls import Read, ask, read_batches, stored_pages
+from kv_pool.hicache.storage._outbound import Write
+from kv_pool.hicache.storage._work import Books, StorageCounters
 from kv_pool.hicache.storage.identity import StorageIdentity, page_keys
-from kv_pool.hicache.storage.protocols import RegistersMemory, leading_pages
+from kv_pool.hicache.storage.protocols import RegistersMemory
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from kv_planner import PrefixLock
 
     from kv_pool.hicache._member import Member
+    from kv_pool.hicache.acquired import Namespace
     from kv_pool.hicache.companion import Companion
     from kv_pool.hicache.storage._work import Prefetch, PrefetchState
     from kv_pool.hicache.storage.protocols import Pieces
@@ -64,8 +69,8 @@ class CompanionPrefetch:
         self._ended = False
         self._lock: PrefixLock | None = None
         self._homes: IntArray = np.zeros(0, dtype=np.int64)  # host pages of the prefix, of the cache's own pool
-        self._taken: dict[str, IntArray] = {}
-        self._work: Future[_Read] | None = None
+        self._wanted: dict[str, _Wanted] = {}
+        self._work: Future[dict[str, _Found]] | None = None
 
     @property
     def state(self) -> PrefetchState:
@@ -82,20 +87,37 @@ class CompanionPrefetch:
         self.own.cancel()
 
 
-@dataclass
-class _Read:
-    """Own pages that were read, by companion: the positions, and how many of the taken pages they fill."""
+@dataclass(frozen=True)
+class _Wanted:
+    """What a prefetch may read of one companion.
 
-    places: dict[str, IntArray] = field(default_factory=dict)
-    damaged: int = 0
-    failed: int = 0
+    Attributes:
+        pages: Own host pages that were taken for it.
+        missing: Whether each page of the prefix has no own page on the host.
+        keys: Key of each page of the prefix.
+        ignored: Whether each is not asked for any more.
+    """
+
+    pages: IntArray
+    missing: list[bool]
+    keys: list[str]
+    ignored: list[bool]
+
+    def lacking(self, places: range) -> list[int]:
+        """Places that have nothing on the host."""
+        return [place for place in places if self.missing[place]]
+
+    def asked(self, lacking: list[int]) -> list[str]:
+        """Keys of places, up to the first that is not asked for any more."""
+        return [self.keys[place] for place in takewhile(lambda place: not self.ignored[place], lacking)]
 
 
 @dataclass(frozen=True)
-class _Write:
-    member: Member
-    host_pages: IntArray
-    work: Future[int]
+class _Found:
+    """Places in the prefix that were asked for, and how reading them has ended."""
+
+    places: list[int]
+    read: Read
 
 
 class CompanionStorage:
@@ -125,9 +147,8 @@ class CompanionStorage:
                     remedy="build its host pools with page_first_direct",
                 )
         self._members: Mapping[str, Member] = {}
-        self._writes: deque[_Write] = deque()
         self._reads: list[CompanionPrefetch] = []
-        self._counters = StorageCounters()
+        self._books = {companion.name: Books() for companion in companions}
 
     def attach(self, members: Sequence[Member]) -> None:
         """Say which companions are at work.
@@ -140,18 +161,29 @@ class CompanionStorage:
             rows = [mirror.host.flatten(1).view(torch.uint8).numpy() for mirror in mirrors]
             self._bytes[member.companion.name] = [*rows, *(canary.rows for canary in member.canaries)]
             if isinstance(self._tier.store, RegistersMemory):
-                self._tier.store.register([piece.reshape(-1) for piece in self._bytes[member.companion.name]])
+                pieces = [piece.reshape(-1) for piece in self._bytes[member.companion.name]]
+                ask(self._tier.store, "register", pieces)
         self._members = {member.companion.name: member for member in members}
 
     @property
     def counters(self) -> StorageCounters:
         """What was done so far, for all companions."""
-        return self._counters
+        return sum((books.counters for books in self._books.values()), StorageCounters())
 
     @property
     def pending(self) -> bool:
         """Whether anything is under way."""
-        return bool(self._writes or self._reads)
+        return bool(self._reads or any(any(self._tier.outbound.pages(books)) for books in self._books.values()))
+
+    def counters_of(self, name: str) -> StorageCounters:
+        """What was done so far, for one companion."""
+        return self._books[name].counters
+
+    def under_way(self, name: str) -> UnderWay:
+        """Own host pages of a companion that wait or travel at this moment."""
+        queued, writes = self._tier.outbound.pages(self._books[name])
+        reads = [prefetch._wanted[name].pages.size for prefetch in self._reads if name in prefetch._wanted]
+        return UnderWay(queued_writes=queued, writes=writes, reads=sum(reads))
 
     def back_up(self, member: Member, nodes: IntArray, host_pages: IntArray) -> None:
         """Start to write own host pages of nodes; does not wait.
@@ -176,8 +208,20 @@ class CompanionStorage:
             mine = [number for number in here if owner_rank(keys[depth[int(nodes[number])]], ranks) == rank]
             for start in range(0, len(mine), self._tier.batch):
                 chosen = mine[start : start + self._tier.batch]
-                self._write(member, [keys[depth[int(nodes[number])]] for number in chosen], host_pages[chosen])
+                pages = host_pages[chosen]
+                pieces = [self._pieces(name, page) for page in pages.tolist()]
+                member.host.own.retain(pages)
+                let_go = partial(member.host.own.release, pages)
+                chosen_keys = [keys[depth[int(nodes[number])]] for number in chosen]
+                self._tier.outbound.write(Write(chosen_keys, pieces, let_go, self._books[name]))
             left = np.setdiff1d(left, here)
+        self._tier.outbound.submit()
+
+    def forget(self, name: str, tokens: IntArray, namespace: Namespace) -> None:
+        """Remove a companion's page of the last page of a text from the store; see `StorageTier.forget`."""
+        self._books[name].add(damaged_pages=1)
+        key = page_keys(self._digests[name], tokens, self._tier.host.page_size, namespace)[-1]
+        self._tier.outbound.remove(key, self._books[name])
 
     def prefetch(self, own: Prefetch) -> CompanionPrefetch:
         """Follow a prefetch of the cache's own pool: read what companions have of the pages that are there after it."""
@@ -188,9 +232,7 @@ class CompanionStorage:
         return prefetch
 
     def poll(self) -> None:
-        """Take over what has ended; never blocks."""
-        while self._writes and self._writes[0].work.done():
-            self._end_write(self._writes.popleft())
+        """Take over reads that have ended, and begin those that wait for the cache's own; never blocks."""
         for prefetch in list(self._reads):
             if prefetch.own.state != "reading" and prefetch._work is None:
                 self._start(prefetch)
@@ -199,87 +241,65 @@ class CompanionStorage:
                 self._take_over(prefetch)
 
     def drain(self) -> None:
-        """Wait for everything, and take it over; the cache's own tier has been drained before."""
-        wait_for([write.work for write in self._writes])
+        """Wait for all reads, and take them over; the cache's own tier has been drained before."""
         self.poll()
         wait_for([prefetch._work for prefetch in self._reads if prefetch._work is not None])
         self.poll()
 
-    def _write(self, member: Member, keys: list[str], host_pages: IntArray) -> None:
-        member.host.own.retain(host_pages)
-        try:
-            pages = [self._pieces(member.companion.name, page) for page in host_pages.tolist()]
-            work = self._tier.submit(self._tier.store.write, keys, pages)
-        except BaseException:
-            member.host.own.release(host_pages)
-            raise
-        self._writes.append(_Write(member, host_pages, work))
-
-    def _end_write(self, write: _Write) -> None:
-        kept = failed = 0
-        try:
-            kept = leading_pages("write", write.work.result(), write.host_pages.size)
-        except StorageError:
-            failed = 1
-        finally:
-            write.member.host.own.release(write.host_pages)
-        self._count(written_pages=kept, unwritten_pages=write.host_pages.size - kept, failures=failed)
-
     def _start(self, prefetch: CompanionPrefetch) -> None:
         """Begin to read: the prefix on the host is known now, and stays while its lock is held."""
         own = prefetch.own
-        found, lock = self._index.match_locked(own.tokens, namespace=own.namespace)
-        homes = found.host_pages[found.host_pages > 0]
-        prefetch._lock, prefetch._homes = lock, homes
-        missing: dict[str, list[bool]] = {}
-        keys: dict[str, list[str]] = {}
-        for name, member in self._members.items():
-            lacks = member.host.find(homes) == 0
-            member.host.touch(homes[~lacks])  # what is there already is the last to leave for what is read
-            trailing = member.companion.trailing
-            most = int(lacks.sum()) if trailing is None else min(int(lacks.sum()), trailing)
-            prefetch._taken[name] = member.take_host(most)
-            missing[name] = (member.host.find(homes) == 0).tolist()
-            text = own.tokens[: homes.size * self._tier.host.page_size]
-            keys[name] = page_keys(self._digests[name], text, self._tier.host.page_size, own.namespace)
-        prefetch._work = self._tier.submit(self._read, prefetch, missing, keys)
-
-    def _read(
-        self, prefetch: CompanionPrefetch, missing: Mapping[str, list[bool]], keys: Mapping[str, list[str]]
-    ) -> _Read:
-        read = _Read()
+        found, prefetch._lock = self._index.match_locked(own.tokens, namespace=own.namespace)
+        homes = prefetch._homes = found.host_pages[found.host_pages > 0]
         try:
-            depth = self._reachable(prefetch, missing, keys)
-            for name, taken in prefetch._taken.items():
-                lacking = [place for place in self._range(name, depth) if missing[name][place]]
-                if not lacking or prefetch.own.cancelled:
-                    continue
-                pages = [self._pieces(name, page) for page in taken[: len(lacking)].tolist()]
-                try:
-                    answer = self._tier.store.read([keys[name][place] for place in lacking], pages)
-                    got = leading_pages("read", answer, len(pages))
-                except StorageDamaged as error:
-                    got, read.damaged = error.pages_read, read.damaged + 1
-                read.places[name] = np.array(lacking[:got], dtype=np.int64)
-        except StorageError:
-            read.failed += 1
-        return read
+            for name, member in self._members.items():
+                text = own.tokens[: homes.size * self._tier.host.page_size]
+                keys = page_keys(self._digests[name], text, self._tier.host.page_size, own.namespace)
+                lacks = member.host.find(homes) == 0
+                member.host.touch(homes[~lacks])  # what is there already is the last to leave for what is read
+                trailing = member.companion.trailing
+                most = int(lacks.sum()) if trailing is None else min(int(lacks.sum()), trailing)
+                taken = member.take_host(most)
+                ignored = [self._tier.outbound.ignores(key) for key in keys]
+                prefetch._wanted[name] = _Wanted(taken, (member.host.find(homes) == 0).tolist(), keys, ignored)
+            prefetch._work = self._tier.submit(self._read, prefetch)
+        except BaseException:
+            self._reads.remove(prefetch)
+            self._end(prefetch)
+            raise
 
-    def _reachable(
-        self, prefetch: CompanionPrefetch, missing: Mapping[str, list[bool]], keys: Mapping[str, list[str]]
-    ) -> int:
-        """The deepest hit for which every companion has what it needs on the host or in the store, and room for it."""
+    def _read(self, prefetch: CompanionPrefetch) -> dict[str, _Found]:
+        found: dict[str, _Found] = {}
+        depth = self._reachable(prefetch, found)
+        for name, wanted in prefetch._wanted.items():
+            lacking = wanted.lacking(self._range(name, depth))
+            if lacking:
+                keys = [wanted.keys[place] for place in lacking]
+                pages = [self._pieces(name, page) for page in wanted.pages[: len(lacking)].tolist()]
+                read = read_batches(self._tier.store, keys, pages, self._tier.batch, lambda: prefetch.own.cancelled)
+                found[name] = _Found(lacking, read)
+        return found
+
+    def _reachable(self, prefetch: CompanionPrefetch, found: dict[str, _Found]) -> int:
+        """The deepest hit for which every companion has what it needs on the host or in the store, and room for it.
+
+        0 if the store does not say, which is told in `found`.
+        """
         depth, known = prefetch._homes.size, -1
         while depth != known and depth:
             known = depth
-            for name, taken in prefetch._taken.items():
-                lacking = [place for place in self._range(name, depth) if missing[name][place]]
-                answer = self._tier.store.exists([keys[name][place] for place in lacking])
-                stored = leading_pages("exists", answer, len(lacking))
+            for name, wanted in prefetch._wanted.items():
+                lacking = wanted.lacking(self._range(name, depth))
+                asked = wanted.asked(lacking)
+                try:
+                    stored = stored_pages(self._tier.store, asked) if asked else 0
+                except StorageError:
+                    found[name] = _Found([], Read(0, failed=True))
+                    return 0
                 if stored < len(lacking):
                     depth = lacking[stored]
-                elif len(lacking) > taken.size:
-                    depth = lacking[taken.size]
+                elif len(lacking) > wanted.pages.size:
+                    depth = lacking[wanted.pages.size]
         return depth
 
     def _range(self, name: str, depth: int) -> range:
@@ -288,32 +308,39 @@ class CompanionStorage:
 
     def _take_over(self, prefetch: CompanionPrefetch) -> None:
         """Name what was read by the host pages of the prefix; free the rest."""
-        assert prefetch._work is not None and prefetch._lock is not None
-        prefetch._ended = True
-        read = _Read()
+        assert prefetch._work is not None
+        damaged: list[tuple[str, str]] = []
         try:
-            read = prefetch._work.result()
-            for name, places in read.places.items():
-                member = self._members[name]
-                homes, pages = prefetch._homes[places], prefetch._taken[name][: places.size]
-                free = member.host.find(homes) == 0
-                member.host.give(homes[free], pages[free])
-                member.host.touch(homes[free])
-                prefetch._taken[name] = np.setdiff1d(prefetch._taken[name], pages[free])
+            for name, found in prefetch._work.result().items():
+                read = found.read
+                host, pages = self._members[name].host, prefetch._wanted[name].pages[: read.pages]
+                homes = prefetch._homes[found.places[: read.pages]]
+                free = host.find(homes) == 0
+                host.own.retain(pages[free])
+                host.give(homes[free], pages[free])
+                host.touch(homes[free])
                 prefetch.companion_pages += int(free.sum())
+                self._books[name].add(
+                    read_pages=read.pages,
+                    wasted_pages=read.pages - int(free.sum()),
+                    damaged_pages=int(read.damaged is not None),
+                    failures=int(read.failed),
+                )
+                if read.damaged is not None:
+                    damaged.append((name, read.damaged))
         finally:
-            self._index.unlock(prefetch._lock)
-            for name, left in prefetch._taken.items():
-                self._members[name].host.own.release(left)
-            prefetch._taken = {}
-            count = sum(places.size for places in read.places.values())
-            wasted = count - prefetch.companion_pages
-            self._count(read_pages=count, wasted_pages=wasted, damaged_pages=read.damaged, failures=read.failed)
+            self._end(prefetch)
+        for name, key in damaged:
+            self._tier.outbound.remove(key, self._books[name])
+
+    def _end(self, prefetch: CompanionPrefetch) -> None:
+        """Let go of what a prefetch holds; pages that were named by it stay."""
+        assert prefetch._lock is not None
+        prefetch._ended = True
+        self._index.unlock(prefetch._lock)
+        for name, wanted in prefetch._wanted.items():
+            self._members[name].host.own.release(wanted.pages)
+        prefetch._wanted = {}
 
     def _pieces(self, name: str, page: int) -> Pieces:
         return [rows[page] for rows in self._bytes[name]]
-
-    def _count(self, **more: int) -> None:
-        self._counters = replace(
-            self._counters, **{name: getattr(self._counters, name) + value for name, value in more.items()}
-        )

@@ -7,21 +7,23 @@ pages get a host copy (see `controller`).
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from kv_pool.errors import HostPoolError, StorageDamaged, StorageError
+from kv_pool.errors import HostPoolError
+from kv_pool.hicache._inflight import UnderWay
 from kv_pool.hicache.ranks import owner_rank
-from kv_pool.hicache.storage._work import Inline, Prefetch, Read, StorageCounters, Write, Writing
+from kv_pool.hicache.storage._calls import Read, ask, read_batches
+from kv_pool.hicache.storage._outbound import Outbound, Write
+from kv_pool.hicache.storage._work import Books, Inline, Prefetch, StorageCounters
 from kv_pool.hicache.storage.identity import StorageIdentity, page_keys
-from kv_pool.hicache.storage.protocols import PageStorage, RegistersMemory, Removes, leading_pages
+from kv_pool.hicache.storage.protocols import PageStorage, RegistersMemory
 from kv_pool.tables import IndexLike, IntArray, as_index_array, whole_number
 
 if TYPE_CHECKING:
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["StorageTier", "take_host_pages"]
 
-_MOST_FORGOTTEN = 65536  # keys; the oldest is asked for again when there are more
-
 
 class StorageTier:
     """The third level of one cache.
@@ -46,7 +46,8 @@ class StorageTier:
         storage: The store.
         threshold: Fewer missing tokens than this are not asked for.
         batch: Pages of one call to the store; what waits to be written is merged up to this number.
-        write_limit: Pages that the store writes at a time, at least `batch`. The rest waits, under its locks.
+        write_limit: Pages that the store writes at a time, at least `batch`, companions' among them. The rest waits,
+            under its locks.
         threads: Threads that read and write; 0 for none, then `back_up` and `prefetch` do the work themselves.
         share: This rank and the number of ranks that hold the same pages (replicated heads): each page is written by
             one of them, see `owner_rank`. (0, 1) for pages that no other rank holds.
@@ -94,7 +95,6 @@ class StorageTier:
         self._storage = storage
         self._threshold = threshold
         self._batch = batch
-        self._write_limit = write_limit
         self._rank, self._ranks = share
         self._digest = StorageIdentity.of(host, salt=salt, canary=canary is not None).digest
         self._threads: Executor = ThreadPoolExecutor(threads, "kv-pool-storage") if threads else Inline()
@@ -103,13 +103,10 @@ class StorageTier:
         if canary is not None:
             self._bytes.append(canary.rows)
         if isinstance(storage, RegistersMemory):
-            storage.register([rows.reshape(-1) for rows in self._bytes])
-        self._queue: deque[Write] = deque()
-        self._writes: deque[Writing] = deque()
+            ask(storage, "register", [rows.reshape(-1) for rows in self._bytes])
+        self._outbound = Outbound(storage, self._threads, batch, write_limit)
         self._reads: list[Prefetch] = []
-        self._removals: deque[tuple[str, Future[None]]] = deque()
-        self._forgotten: OrderedDict[str, None] = OrderedDict()
-        self._counters = StorageCounters()
+        self._books = Books()
 
     @property
     def host(self) -> HostPool:
@@ -141,6 +138,11 @@ class StorageTier:
         """Pages of one call to the store."""
         return self._batch
 
+    @property
+    def outbound(self) -> Outbound:
+        """What goes to the store: its own pages and those of companions."""
+        return self._outbound
+
     def submit(self, work: Callable[..., Any], *arguments: object) -> Future[Any]:
         """Let the threads of the tier do some work with the store."""
         return self._threads.submit(work, *arguments)
@@ -153,21 +155,18 @@ class StorageTier:
     @property
     def counters(self) -> StorageCounters:
         """What the tier has done so far."""
-        return self._counters
+        return self._books.counters
 
     @property
     def pending(self) -> bool:
-        """Whether anything waits or is under way."""
-        return bool(self._queue or self._writes or self._reads or self._removals)
+        """Whether anything waits or is under way, companions' writes among it."""
+        return bool(self._reads) or self._outbound.pending
 
     @property
-    def under_way(self) -> dict[str, int]:
-        """Host pages that wait or travel at this moment, by the names of `UnderWay`."""
-        return {
-            "queued_writes": sum(len(write.keys) for write in self._queue),
-            "writes": sum(write.pages for write in self._writes),
-            "reads": self.held_host_pages,
-        }
+    def under_way(self) -> UnderWay:
+        """Host pages of the cache's own pool that wait or travel at this moment."""
+        queued, writes = self._outbound.pages(self._books)
+        return UnderWay(queued_writes=queued, writes=writes, reads=self.held_host_pages)
 
     @property
     def held_host_pages(self) -> int:
@@ -190,10 +189,11 @@ class StorageTier:
             places = np.flatnonzero(here & mine[: here.size])
             for start in range(0, len(places), self._batch):
                 chosen = places[start : start + self._batch]
-                lock = self._index.lock(found.nodes[chosen])
-                self._queue.append(Write([keys[place] for place in chosen], found.host_pages[chosen], lock))
+                pages = [self._pieces(page) for page in found.host_pages[chosen].tolist()]
+                let_go = partial(self._index.unlock, self._index.lock(found.nodes[chosen]))
+                self._outbound.write(Write([keys[place] for place in chosen], pages, let_go, self._books))
             left = left[~np.isin(left, [*found.nodes[here].tolist(), int(left[-1])])]
-        self._submit_writes()
+        self._outbound.submit()
 
     def forget(self, tokens: IndexLike, namespace: Namespace = None) -> None:
         """Remove the last page of a text from the store, because it is not what was written; does not wait.
@@ -204,8 +204,8 @@ class StorageTier:
             tokens: The text up to the end of that page. Shape: [tokens].
             namespace: As for `HiCacheController.acquire`.
         """
-        self._counters = replace(self._counters, damaged_pages=self._counters.damaged_pages + 1)
-        self._remove(page_keys(self._digest, tokens, self._host.page_size, namespace)[-1])
+        self._books.add(damaged_pages=1)
+        self._outbound.remove(page_keys(self._digest, tokens, self._host.page_size, namespace)[-1], self._books)
 
     def prefetch(self, tokens: IndexLike, namespace: Namespace = None) -> Prefetch:
         """Start to bring what the store has of a text into the host; does not wait.
@@ -229,36 +229,31 @@ class StorageTier:
             self._index.unlock(lock)
             prefetch.state = "below_threshold"
             return prefetch
-        keys = page_keys(self._digest, text, self._host.page_size, namespace)
+        pages = wanted[:0]
         try:
+            keys = page_keys(self._digest, text, self._host.page_size, namespace)
             pages = take_host_pages(self._host, self._index, wanted.size)[0]
+            prefetch._wanted, prefetch._host_pages, prefetch._lock = wanted[: pages.size], pages, lock
+            asked = [keys[place] for place in prefetch._wanted.tolist()]
+            prefetch._work = self._threads.submit(self._read, prefetch, asked, pages)
         except BaseException:
+            self._host.allocator.release(pages)
             self._index.unlock(lock)
             raise
-        prefetch._wanted, prefetch._host_pages, prefetch._lock = wanted[: pages.size], pages, lock
-        asked = [keys[place] for place in prefetch._wanted.tolist()]
-        prefetch._work = self._threads.submit(self._read, prefetch, asked, pages)
         self._reads.append(prefetch)
         return prefetch
 
     def _askable(self, text: IntArray, namespace: Namespace) -> int:
         """Whole pages of a text, up to the first one that the store is not asked for any more."""
         whole = text.size // self._host.page_size
-        if not self._forgotten:
+        if not self._outbound.ignores_any:
             return whole
         keys = page_keys(self._digest, text, self._host.page_size, namespace)
-        return next((place for place, key in enumerate(keys) if key in self._forgotten), whole)
+        return next((place for place, key in enumerate(keys) if self._outbound.ignores(key)), whole)
 
     def poll(self) -> None:
         """Take over what has ended, and submit what waits for that; never blocks."""
-        while self._removals and self._removals[0][1].done():
-            self._count_removal(*self._removals.popleft())
-        while self._writes and self._writes[0].work.done():
-            write = self._writes.popleft()
-            for lock in write.locks:
-                self._index.unlock(lock)
-            self._count_write(write)
-        self._submit_writes()
+        self._outbound.poll()
         for prefetch in [prefetch for prefetch in self._reads if prefetch._work is not None and prefetch._work.done()]:
             self._reads.remove(prefetch)
             self._take_over(prefetch)
@@ -268,81 +263,14 @@ class StorageTier:
         if reads:
             wait_for([prefetch._work for prefetch in self._reads if prefetch._work is not None])
             self.poll()
-        while self._queue or self._writes or self._removals:
-            wait_for([write.work for write in self._writes])
-            wait_for([work for _, work in self._removals])
-            self.poll()
+        self._outbound.drain()
 
     def _pieces(self, page: int) -> Pieces:
         return [rows[page] for rows in self._bytes]
 
-    def _submit_writes(self) -> None:
-        """Give the store as much of what waits as the limit allows, whole batches of several texts."""
-        room = self._write_limit - sum(write.pages for write in self._writes)
-        leaving = {key for key, _ in self._removals}  # what is written again must not be removed after that
-        while self._queue and len(self._queue[0].keys) <= room and leaving.isdisjoint(self._queue[0].keys):
-            merged = [self._queue.popleft()]
-            count = len(merged[0].keys)
-            while self._queue and count + len(self._queue[0].keys) <= min(room, self._batch):
-                if not leaving.isdisjoint(self._queue[0].keys):
-                    break
-                merged.append(self._queue.popleft())
-                count += len(merged[-1].keys)
-            keys = [key for write in merged for key in write.keys]
-            pages = [self._pieces(page) for write in merged for page in write.host_pages.tolist()]
-            work = self._threads.submit(self._storage.write, keys, pages)
-            self._writes.append(Writing([write.lock for write in merged], count, work))
-            room -= count
-
-    def _remove(self, key: str) -> None:
-        """A page that was refused is not found again."""
-        if isinstance(self._storage, Removes):
-            self._removals.append((key, self._threads.submit(self._storage.remove, [key])))
-        else:
-            self._ignore(key)
-
-    def _ignore(self, key: str) -> None:
-        self._forgotten[key] = None
-        self._counters = replace(self._counters, forgotten_pages=self._counters.forgotten_pages + 1)
-        if len(self._forgotten) > _MOST_FORGOTTEN:
-            self._forgotten.popitem(last=False)
-
-    def _count_removal(self, key: str, work: Future[None]) -> None:
-        try:
-            work.result()
-        except StorageError:
-            self._counters = replace(self._counters, failures=self._counters.failures + 1)
-            self._ignore(key)
-
     def _read(self, prefetch: Prefetch, keys: Sequence[str], host_pages: IntArray) -> Read:
-        done = 0
-        while done < len(keys) and not prefetch._stop.is_set():
-            batch = slice(done, done + self._batch)
-            pages = [self._pieces(page) for page in host_pages[batch].tolist()]
-            try:
-                got = leading_pages("read", self._storage.read(keys[batch], pages), len(pages))
-            except StorageDamaged as error:
-                return Read(done + error.pages_read, damaged=keys[done + error.pages_read])
-            except StorageError:
-                return Read(done, failed=1)
-            done += got
-            if got < len(pages):
-                break
-        return Read(done)
-
-    def _count_write(self, write: Writing) -> None:
-        try:
-            kept = leading_pages("write", write.work.result(), write.pages)
-            failed = 0
-        except StorageError:
-            kept, failed = 0, 1
-        counters = self._counters
-        self._counters = replace(
-            counters,
-            written_pages=counters.written_pages + kept,
-            unwritten_pages=counters.unwritten_pages + write.pages - kept,
-            failures=counters.failures + failed,
-        )
+        pages = [self._pieces(page) for page in host_pages.tolist()]
+        return read_batches(self._storage, keys, pages, self._batch, prefetch._stop.is_set)
 
     def _take_over(self, prefetch: Prefetch) -> None:
         """Put what was read into the index, as far as its prefix is on the host; free the rest."""
@@ -367,17 +295,15 @@ class StorageTier:
             self._index.unlock(prefetch._lock)
             self._host.allocator.release(np.setdiff1d(mine, taken))
             prefetch.pages = int(taken.size)
-            if read.damaged is not None:
-                self._remove(read.damaged)
             prefetch.state = "cancelled" if prefetch._stop.is_set() else "done"
-            counters = self._counters
-            self._counters = replace(
-                counters,
-                read_pages=counters.read_pages + read.pages,
-                wasted_pages=counters.wasted_pages + read.pages - int(taken.size),
-                damaged_pages=counters.damaged_pages + int(read.damaged is not None),
-                failures=counters.failures + read.failed,
+            self._books.add(
+                read_pages=read.pages,
+                wasted_pages=read.pages - prefetch.pages,
+                damaged_pages=int(read.damaged is not None),
+                failures=int(read.failed),
             )
+            if read.damaged is not None:
+                self._outbound.remove(read.damaged, self._books)
 
 
 def take_host_pages(host: HostPool, index: PrefixIndex, count: int) -> tuple[IntArray, int]:
