@@ -67,6 +67,35 @@ def layout(pool: str) -> ModelLayout:
     return ModelLayout(specs, page_size=4, fingerprint="soak")
 
 
+class Moody(FileStorage):
+    """A store of which one call in twenty ends with an error of whatever lies below it."""
+
+    random: Random
+    raised = 0
+
+    def _meet(self) -> None:
+        if self.random.integers(20) == 0:
+            self.raised += 1
+            raise (KeyError, OSError, RuntimeError)[int(self.random.integers(3))]("below")
+
+    def exists(self, keys: Any) -> int:
+        self._meet()
+        return super().exists(keys)
+
+    def read(self, keys: Any, pages: Any) -> int:
+        read = super().read(keys, pages)
+        self._meet()
+        return read
+
+    def write(self, keys: Any, pages: Any) -> int:
+        self._meet()
+        return super().write(keys, pages)
+
+    def remove(self, keys: Any) -> None:
+        self._meet()
+        super().remove(keys)
+
+
 class Soak:
     """One seed: a cache of random size, and the machine that works on it."""
 
@@ -110,7 +139,10 @@ class Soak:
         canary = Canary(bench.host) if "canary" in self.levels else None
         bench.options["canary"] = canary
         if self.levels != LEVELS[0]:
-            store = FileStorage(self.folder, capacity_bytes=int(self.random.choice([20_000, 10**8])))
+            kind = (FileStorage, Moody)[int(self.random.integers(2))]
+            store = kind(self.folder, capacity_bytes=int(self.random.choice([20_000, 10**8])))
+            if isinstance(store, Moody):
+                store.random = self.random
             numbers: Any = {"threshold": 4, "batch": 2, "write_limit": int(self.random.choice([2, 3, 1024]))}
             bench.attach(StorageTier(bench.host, bench.index, store, **numbers, threads=0, canary=canary))
         else:
@@ -227,6 +259,7 @@ class Soak:
         if (storage := self.machine.bench.cache._storage) is not None:
             self.counts["stored"] += storage.counters.written_pages
             self.counts["read"] += storage.counters.read_pages
+            self.counts["failures"] += getattr(storage.store, "raised", 0)
         if (further := self.machine.bench.cache.companion_storage) is not None:
             self.counts["companion_stored"] += further.counters.written_pages
             self.counts["companion_read"] += further.counters.read_pages
@@ -276,6 +309,7 @@ def main() -> None:
         ("host_hits", "tokens brought back from the host, bytes checked"),
         ("stored", "pages written to a store"),
         ("read", "pages read from a store"),
+        ("failures", "calls of a store that ended with an error of their own"),
         ("evicted", "pages evicted"),
         ("abort", "requests aborted"),
         ("extended", "pages taken for what follows a prompt"),

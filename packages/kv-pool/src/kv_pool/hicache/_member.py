@@ -242,14 +242,15 @@ class Member:
 
     def _arrived(self, part: Backup) -> None:
         try:
-            for canary in self.canaries:
-                canary.record(part.host_pages)
+            try:
+                for canary in self.canaries:
+                    canary.record(part.host_pages)
+            except BaseException:
+                self._leave_host(part.host_pages)
+                raise
             self._count["backed_up_pages"] += part.nodes.size
             if self._on_backed_up is not None:
                 self._on_backed_up(self, part.nodes, part.host_pages)
-        except BaseException:
-            self._leave_host(part.host_pages)
-            raise
         finally:
             self._let_go(part.device_pages, part.host_pages)
 

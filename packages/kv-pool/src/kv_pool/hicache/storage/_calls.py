@@ -28,12 +28,12 @@ class Read:
     Attributes:
         pages: Leading pages that are whole.
         damaged: Key of the page after them, if it was refused.
-        failed: Whether the store ended it with another error.
+        failure: The other error with which the store has ended it.
     """
 
     pages: int
     damaged: str | None = None
-    failed: bool = False
+    failure: StorageError | None = None
 
 
 def ask(store: object, operation: Operation, *arguments: object) -> Any:
@@ -95,11 +95,11 @@ def read_batches(
             got = leading_pages("read", ask(store, "read", keys[part], pages[part]), asked)
         except StorageDamaged as error:
             whole = error.pages_read
-            if type(whole) is not int or not 0 <= whole < asked:
-                return Read(done, failed=True)
-            return Read(done + whole, damaged=keys[done + whole])
-        except StorageError:
-            return Read(done, failed=True)
+            if type(whole) is int and 0 <= whole < asked:
+                return Read(done + whole, damaged=keys[done + whole])
+            return Read(done, failure=error)
+        except StorageError as error:
+            return Read(done, failure=error)
         done += got
         if got < asked:
             break

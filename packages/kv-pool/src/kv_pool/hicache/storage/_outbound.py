@@ -136,13 +136,13 @@ class Outbound:
             self._end_removal(*self._removals.popleft())
         while self._writing and self._writing[0].work.done():
             writing = self._writing.popleft()
-            kept, failed = 0, 0
+            kept = 0
             try:
                 kept = writing.work.result()
-            except StorageError:
-                failed = 1
+            except StorageError as error:
+                writing.parts[0].books.fail(error)
             finally:
-                self._end(writing.parts, writing.pages, kept, failed)
+                self._end(writing.parts, writing.pages, kept)
         self.submit()
 
     def drain(self) -> None:
@@ -153,8 +153,8 @@ class Outbound:
             self.poll()
 
     @staticmethod
-    def _end(parts: list[Write], pages: int, kept: int = 0, failed: int = 0) -> None:
-        parts[0].books.add(written_pages=kept, unwritten_pages=pages - kept, failures=failed)
+    def _end(parts: list[Write], pages: int, kept: int = 0) -> None:
+        parts[0].books.add(written_pages=kept, unwritten_pages=pages - kept)
         with ExitStack() as ends:
             for write in parts:
                 ends.callback(write.let_go)
@@ -164,8 +164,8 @@ class Outbound:
         try:
             work.result()
             removed = True
-        except StorageError:
-            books.add(failures=1)
+        except StorageError as error:
+            books.fail(error)
         finally:
             if not removed:
                 self._ignore(key, books)

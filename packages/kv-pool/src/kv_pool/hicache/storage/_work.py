@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from kv_planner import PrefixLock
 
+    from kv_pool.errors import StorageError
     from kv_pool.hicache.acquired import Namespace
     from kv_pool.hicache.storage._calls import Read
     from kv_pool.tables import IntArray
@@ -34,7 +35,7 @@ class StorageCounters:
         wasted_pages: Of these, pages that were on the host meanwhile, or whose prefix had left.
         damaged_pages: Pages that were refused, by the store or by the canary.
         forgotten_pages: Of these, pages that are not asked for again, because the store could not remove them.
-        failures: Calls that the store ended with another error.
+        failures: Calls that the store ended with another error, of whatever kind.
     """
 
     written_pages: int = 0
@@ -51,15 +52,27 @@ class StorageCounters:
 
 
 class Books:
-    """The counters of one owner of pages, as they are now."""
+    """The counters of one owner of pages, as they are now.
+
+    Attributes:
+        counters: The counters.
+        failure: The last error of the store.
+    """
 
     def __init__(self) -> None:
         self.counters = StorageCounters()
+        self.failure: StorageError | None = None
 
     def add(self, **more: int) -> None:
         """Count more, by the names of `StorageCounters`."""
         summed = {name: getattr(self.counters, name) + value for name, value in more.items()}
         self.counters = replace(self.counters, **summed)
+
+    def fail(self, failure: StorageError | None) -> None:
+        """Count and keep an error of the store, if it is one."""
+        if failure is not None:
+            self.failure = failure
+            self.add(failures=1)
 
 
 class Prefetch:

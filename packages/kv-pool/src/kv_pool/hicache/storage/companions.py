@@ -171,6 +171,11 @@ class CompanionStorage:
         return sum((books.counters for books in self._books.values()), StorageCounters())
 
     @property
+    def failure(self) -> StorageError | None:
+        """The last error of the store over pages of a companion, of the first that has met one."""
+        return next((books.failure for books in self._books.values() if books.failure is not None), None)
+
+    @property
     def pending(self) -> bool:
         """Whether anything is under way."""
         return bool(self._reads or any(any(self._tier.outbound.pages(books)) for books in self._books.values()))
@@ -293,8 +298,8 @@ class CompanionStorage:
                 asked = wanted.asked(lacking)
                 try:
                     stored = stored_pages(self._tier.store, asked) if asked else 0
-                except StorageError:
-                    found[name] = _Found([], Read(0, failed=True))
+                except StorageError as error:
+                    found[name] = _Found([], Read(0, failure=error))
                     return 0
                 if stored < len(lacking):
                     depth = lacking[stored]
@@ -324,8 +329,8 @@ class CompanionStorage:
                     read_pages=read.pages,
                     wasted_pages=read.pages - int(free.sum()),
                     damaged_pages=int(read.damaged is not None),
-                    failures=int(read.failed),
                 )
+                self._books[name].fail(read.failure)
                 if read.damaged is not None:
                     damaged.append((name, read.damaged))
         finally:

@@ -21,6 +21,8 @@ Pieces: TypeAlias = Sequence[npt.NDArray[np.uint8]]
 class PageStorage(Protocol):
     """Keeps pages as pieces of bytes. Called from several threads.
 
+    Whatever a call raises ends that call alone: it becomes a `StorageError` with the cause, is counted, and costs hits.
+
     Attributes:
         name: Name under which it is chosen.
     """

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kv_pool.errors import HostPoolError
+from kv_pool.errors import HostPoolError, StorageError
 from kv_pool.hicache._inflight import UnderWay
 from kv_pool.hicache.ranks import owner_rank
 from kv_pool.hicache.storage._calls import Read, ask, read_batches
@@ -156,6 +156,11 @@ class StorageTier:
     def counters(self) -> StorageCounters:
         """What the tier has done so far."""
         return self._books.counters
+
+    @property
+    def failure(self) -> StorageError | None:
+        """The last error with which the store has ended a call; the cache has gone on without what it asked for."""
+        return self._books.failure
 
     @property
     def pending(self) -> bool:
@@ -300,8 +305,8 @@ class StorageTier:
                 read_pages=read.pages,
                 wasted_pages=read.pages - prefetch.pages,
                 damaged_pages=int(read.damaged is not None),
-                failures=int(read.failed),
             )
+            self._books.fail(read.failure)
             if read.damaged is not None:
                 self._outbound.remove(read.damaged, self._books)
 
