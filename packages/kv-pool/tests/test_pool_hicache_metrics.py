@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kv_pool import LibraryUnavailable
+from kv_pool import CacheError, LibraryUnavailable
 from kv_pool.hicache import CacheMetrics, FileStorage, StorageTier
 from prometheus_client import CollectorRegistry, generate_latest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_pool_storage_companions import ALL, over
 
 
 def test_figures_are_those_of_the_last_look(
@@ -45,6 +49,46 @@ def test_figures_are_those_of_the_last_look(
     CacheMetrics(bench.cache, registry=without)
     assert without.get_sample_value("kv_pool_finished_total") == 1
     assert without.get_sample_value("kv_pool_storage_written_pages_total") is None
+
+
+def test_each_companion_has_its_figures(text: Callable[[int, int], list[int]], tmp_path: Path) -> None:
+    """A window of two pages, a draft apart and states, over three levels; every figure beside what is known of it."""
+    bench = over(FileStorage(tmp_path / "pages", capacity_bytes=10**8), ALL)
+    registry = CollectorRegistry()
+    metrics = CacheMetrics(bench.cache, registry=registry, labels={"rank": "3"})
+
+    def value(name: str, companion: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"kv_pool_companion_{name}", {"rank": "3", "companion": companion, **labels})
+
+    bench.serve(text(1, 17))
+    bench.serve(text(1, 17))
+    bench.cache.drain()
+    bench.cache.evict(8)
+    bench.serve(text(1, 17))
+    bench.cache.drain()
+    assert value("loaded_pages_total", "draft") == 0
+    metrics.observe()
+    read = {"window": 2, "draft": 4, "states": 1}  # pages that a hit of four needs
+    for name, pages in read.items():
+        assert value("device_hit_pages_total", name) == value("host_hit_pages_total", name) == pages
+        assert value("loaded_pages_total", name) == pages and value("cancelled_load_pages_total", name) == 0
+        assert value("backed_up_pages_total", name) == value("storage_written_pages_total", name) == 4
+        assert value("host_pages", name, state="held") == 4 and value("host_pages", name, state="available") == 12
+        states = ("available", "evictable", "protected", "in_use")
+        device = [value("device_pages", name, state=state) or 0 for state in states]
+        assert sum(device) == value("device_pages", name, state="total") == 8
+        assert device[1] == {"window": 2, "draft": 4, "states": 0}[name], "a row of states went with its request"
+        assert value("pages_under_way", name, state="writes") == 0
+    shown = generate_latest(registry).decode()
+    assert shown.count("# TYPE kv_pool_companion_device_pages gauge") == 1
+    assert sum(line.startswith("kv_pool_companion_loaded_pages_total") for line in shown.splitlines()) == 3
+    acquired = bench.cache.acquire(text(2, 17))
+    metrics.observe()
+    assert value("device_pages", "window", state="in_use") == 5 and value("device_pages", "states", state="in_use") == 1
+    bench.cache.abort(acquired)
+    for call in (bench.cache.companion_counters, bench.cache.companion_under_way):
+        with pytest.raises(CacheError, match="other"):
+            call("other")
 
 
 def test_the_library_is_optional(make_cache: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kv_pool.hicache._inflight import CopyLimits, UnderWay
 from kv_pool.hicache._parts import WritePolicy
-from kv_pool.hicache.accounting import Accounting, CacheCounters
+from kv_pool.hicache.accounting import Accounting, CacheCounters, CompanionCounters
 from kv_pool.hicache.acquired import Acquired, Namespace
 from kv_pool.hicache.canary import Canary
 from kv_pool.hicache.companion import Companion, Coverage
@@ -43,6 +43,7 @@ __all__ = [
     "Canary",
     "Closes",
     "Companion",
+    "CompanionCounters",
     "CompanionPrefetch",
     "CompanionStorage",
     "CopyLimits",

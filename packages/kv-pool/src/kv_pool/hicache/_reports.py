@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kv_pool.hicache._inflight import UnderWay
-from kv_pool.hicache.accounting import Accounting, CacheCounters
+from kv_pool.hicache.accounting import Accounting, CacheCounters, CompanionCounters
 
 if TYPE_CHECKING:
     from kv_planner import PrefixIndex
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from kv_pool.hicache._device import DevicePages
     from kv_pool.hicache._group import Group
     from kv_pool.hicache._levels import Levels
-    from kv_pool.hicache._member import Member
     from kv_pool.hicache._parts import WritePolicy
     from kv_pool.hicache.acquired import Acquired
     from kv_pool.hicache.companion import Companion
@@ -81,11 +80,28 @@ class CacheReports:
         }
         return CacheCounters(**self._count | self._levels.counts | companions)
 
+    def companion_counters(self, companion: str) -> CompanionCounters:
+        """What the cache has done with the pages of a companion so far.
+
+        Raises:
+            CacheError: There is no such companion.
+        """
+        return CompanionCounters(**self._group.member(companion).counts)
+
     @property
     def under_way(self) -> UnderWay:
         """Pages that wait or travel between the levels at this moment, companions' among them."""
         own = self._copies.under_way if self._storage is None else self._copies.under_way + self._storage.under_way
-        return sum((self._under_way(member) for member in self._group), own)
+        return sum((self.companion_under_way(companion.name) for companion in self.companions), own)
+
+    def companion_under_way(self, companion: str) -> UnderWay:
+        """Pages of a companion that wait or travel between the levels at this moment.
+
+        Raises:
+            CacheError: There is no such companion.
+        """
+        between, storage = self._group.member(companion).under_way, self._companion_storage
+        return between if storage is None else between + storage.under_way(companion)
 
     @property
     def pending(self) -> bool:
@@ -115,8 +131,3 @@ class CacheReports:
             in_use=outside.size + self._device.lingering,
             total=self._device.total,
         )
-
-    def _under_way(self, member: Member) -> UnderWay:
-        if self._companion_storage is None:
-            return member.under_way
-        return member.under_way + self._companion_storage.under_way(member.companion.name)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kv_pool.errors import IntegrityError
 
-__all__ = ["Accounting", "CacheCounters"]
+__all__ = ["Accounting", "CacheCounters", "CompanionCounters"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,33 @@ class CacheCounters:
     def computed_tokens(self) -> int:
         """Tokens of finished prompts that were computed: prompt tokens less hits."""
         return self.prompt_tokens - self.hit_tokens
+
+
+@dataclass(frozen=True)
+class CompanionCounters:
+    """What a cache has done with the pages (or rows) of one companion since it was made.
+
+    Attributes:
+        device_hit_pages: Pages that hits of finished prompts have read and found on the device.
+        host_hit_pages: Pages that they have brought back from the host.
+        loaded_pages: Pages copied from the host to the device.
+        backed_up_pages: Pages whose host copy is complete.
+        load_batches: Submissions of loads to the movers.
+        backup_batches: Submissions of backups to the movers.
+        cancelled_load_pages: Pages of loads that were stopped before all their layers were submitted.
+        cancelled_backup_pages: Pages whose backup was given up while it waited.
+        refused_host_pages: Host pages that left because the canary refused them.
+    """
+
+    device_hit_pages: int = 0
+    host_hit_pages: int = 0
+    loaded_pages: int = 0
+    backed_up_pages: int = 0
+    load_batches: int = 0
+    backup_batches: int = 0
+    cancelled_load_pages: int = 0
+    cancelled_backup_pages: int = 0
+    refused_host_pages: int = 0
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kv_pool.errors import LibraryUnavailable
 
 if TYPE_CHECKING:
     from kv_pool.hicache.controller import HiCacheController
+    from kv_pool.hicache.host_pool import HostPool
     from kv_pool.hicache.storage import StorageTier
 
 __all__ = ["CacheMetrics"]
@@ -26,7 +27,11 @@ class CacheMetrics:
     Counters are named `kv_pool_<what>_total` after the fields of `CacheCounters` and `kv_pool_storage_<what>_total`
     after those of `StorageCounters`; the gauge `kv_pool_device_pages` has a label `state` with the fields of
     `Accounting`, `kv_pool_host_pages` one with `available` and `held`, `kv_pool_pages_under_way` one with the fields of
-    `UnderWay`.
+    `UnderWay` (all pools together).
+
+    Each companion has the same under its name, the label `companion`: `kv_pool_companion_<what>_total` after the fields
+    of `CompanionCounters` (hits by level among them), `kv_pool_companion_storage_<what>_total`, and the gauges
+    `kv_pool_companion_device_pages`, `kv_pool_companion_host_pages` and `kv_pool_companion_pages_under_way`.
 
     Args:
         cache: The cache.
@@ -60,7 +65,7 @@ class CacheMetrics:
         self._cache = cache
         self._storage = storage
         self._labels = dict(labels or {})
-        self._seen: tuple[dict[str, int], dict[str, dict[str, int]]] = ({}, {})
+        self._seen: dict[str, _Family] = {}
         self.observe()
         (library.REGISTRY if registry is None else registry).register(self)
 
@@ -70,31 +75,60 @@ class CacheMetrics:
         Raises:
             IntegrityError: The cache's books do not add up.
         """
-        counters = {f"kv_pool_{name}": value for name, value in asdict(self._cache.counters).items()}
+        cache, seen = self._cache, _Seen()
+        done = asdict(cache.counters)
+        seen.counters("kv_pool", {name: value for name, value in done.items() if not name.startswith("companion_")})
         if self._storage is not None:
-            told = asdict(self._storage.counters)
-            counters |= {f"kv_pool_storage_{name}": value for name, value in told.items()}
-        host = self._cache.host.allocator
-        gauges = {
-            "kv_pool_device_pages": asdict(self._cache.accounting()),
-            "kv_pool_host_pages": {"available": host.available, "held": host.held},
-            "kv_pool_pages_under_way": asdict(self._cache.under_way),
-        }
-        self._seen = (counters, gauges)  # one assignment: a scrape sees the old or the new figures
+            seen.counters("kv_pool_storage", asdict(self._storage.counters))
+        seen.gauge("kv_pool_device_pages", asdict(cache.accounting()))
+        seen.gauge("kv_pool_host_pages", _host(cache.host))
+        seen.gauge("kv_pool_pages_under_way", asdict(cache.under_way))
+        for companion in cache.companions:
+            name, prefix = companion.name, "kv_pool_companion"
+            seen.counters(prefix, asdict(cache.companion_counters(name)), name)
+            if cache.companion_storage is not None:
+                seen.counters(f"{prefix}_storage", asdict(cache.companion_storage.counters_of(name)), name)
+            seen.gauge(f"{prefix}_device_pages", asdict(cache.accounting(name)), name)
+            seen.gauge(f"{prefix}_host_pages", _host(companion.host), name)
+            seen.gauge(f"{prefix}_pages_under_way", asdict(cache.companion_under_way(name)), name)
+        self._seen = seen.families  # one assignment: a scrape sees the old or the new figures
 
     def collect(self) -> Iterator[Any]:
         """Yield the metric families of the last `observe`, as prometheus-client asks for them."""
-        counters, gauges = self._seen
         names, values = list(self._labels), list(self._labels.values())
-        for name, value in counters.items():
-            counter = self._families.CounterMetricFamily(name, _words(name), labels=names)
-            counter.add_metric(values, value)
-            yield counter
-        for name, states in gauges.items():
-            gauge = self._families.GaugeMetricFamily(name, _words(name), labels=[*names, "state"])
-            for state, value in states.items():
-                gauge.add_metric([*values, state], value)
-            yield gauge
+        for name, (kind, labels, figures) in self._seen.items():
+            family = getattr(self._families, f"{kind}MetricFamily")(name, _words(name), labels=[*names, *labels])
+            for told, value in figures:
+                family.add_metric([*values, *told], value)
+            yield family
+
+
+_Family: TypeAlias = "tuple[str, list[str], list[tuple[list[str], int]]]"
+"""Its kind, the names of its own labels, and their values with each figure."""
+
+
+class _Seen:
+    """Families of figures, by their names."""
+
+    def __init__(self) -> None:
+        self.families: dict[str, _Family] = {}
+
+    def counters(self, prefix: str, figures: Mapping[str, int], *companion: str) -> None:
+        """A counter for each figure."""
+        labels = ["companion"] * len(companion)
+        for name, value in figures.items():
+            family = self.families.setdefault(f"{prefix}_{name}", ("Counter", labels, []))
+            family[2].append(([*companion], value))
+
+    def gauge(self, name: str, states: Mapping[str, int], *companion: str) -> None:
+        """One gauge, with the names of the figures as states."""
+        labels = [*["companion"] * len(companion), "state"]
+        family = self.families.setdefault(name, ("Gauge", labels, []))
+        family[2].extend(([*companion, state], value) for state, value in states.items())
+
+
+def _host(host: HostPool) -> dict[str, int]:
+    return {"available": host.allocator.available, "held": host.allocator.held}
 
 
 def _words(name: str) -> str:
