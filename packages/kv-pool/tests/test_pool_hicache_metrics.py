@@ -15,7 +15,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_pool_storage_companions import ALL, over
+from pool_group_store import over
+from test_pool_storage_companions import ALL
 
 
 def test_figures_are_those_of_the_last_look(

@@ -15,28 +15,17 @@ import numpy as np
 import pytest
 import torch
 from kv_pool import CanaryMismatch, HostPoolError, PageAllocator, PageMap, StorageError
-from kv_pool.hicache import Canary, Companion, FileStorage, HostPool, StorageTier, WritePolicy, page_keys
+from kv_pool.hicache import Companion, FileStorage, HostPool, StorageTier, WritePolicy, page_keys
 from kv_pool.hicache.storage.companions import companion_digest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pool_group import GroupBench, PageByPage, window_pool
+from pool_group import GroupBench, window_pool
+from pool_group_store import over
 
 Text = Callable[[int, int], list[int]]
 Make = Callable[..., GroupBench]
 ALL = ["window", "draft", "states"]
-
-
-def over(
-    store: Any, kinds: Sequence[str], tier: dict[str, Any] | None = None, *, canary: bool = False, **options: Any
-) -> GroupBench:
-    """A cache with a store; each call is a restart."""
-    bench = GroupBench(kinds, **options)
-    bench.random = PageByPage()  # type: ignore[assignment]
-    chosen: dict[str, Any] = {"threshold": 4, "batch": 2, "threads": 1, **(tier or {})}
-    chosen["canary"] = bench.options["canary"] = Canary(bench.host) if canary else None
-    bench.attach(StorageTier(bench.host, bench.index, store, **chosen))
-    return bench
 
 
 @pytest.fixture
@@ -376,58 +365,3 @@ def test_another_process_reads_what_one_has_written(tmp_path: Path) -> None:
         assert bench.serve(prompt) == (0, 24 if name < 3 else 0)
     bench.check_books()
     assert np.sum(bench.cache.counters.companion_loaded_pages) == 2 * (2 + 6 + 1)
-
-
-class Answers:
-    """A store that answers other numbers than pages that it filled."""
-
-    name = "answers"
-
-    def __init__(self, inner: FileStorage, call: str, answer: Any) -> None:
-        self.inner, self.call, self.answer = inner, call, answer
-
-    def exists(self, keys: Sequence[str]) -> int:
-        found: int = self.answer if self.call == "exists" else self.inner.exists(keys)
-        return found
-
-    def read(self, keys: Sequence[str], pages: Sequence[Any]) -> int:
-        read: int = self.answer if self.call == "read" else self.inner.read(keys, pages)
-        return read
-
-    def write(self, keys: Sequence[str], pages: Sequence[Any]) -> int:
-        kept: int = self.answer if self.call == "write" else self.inner.write(keys, pages)
-        return kept
-
-
-@pytest.mark.parametrize("call", ["exists", "read", "write"])
-@pytest.mark.parametrize("answer", [-1, 100, None])
-@pytest.mark.parametrize("kinds", [[], ALL])
-def test_a_store_that_answers_nonsense_serves_nothing(
-    make: Make, text: Text, tmp_path: Path, kinds: list[str], call: str, answer: Any
-) -> None:
-    bench = make(kinds)
-    bench.serve(text(1, 26))
-    bench.cache.drain()
-    store = Answers(FileStorage(tmp_path / "pages", capacity_bytes=10**8), call, answer)
-    again = over(store, kinds, {"threads": 0})
-    again.cache.prefetch(text(1, 26))
-    again.cache.drain()
-    for name in (1, 2):
-        again.serve(text(name, 26))
-    again.cache.drain()
-    own, companions = again.cache._storage.counters, again.cache.companion_storage  # type: ignore[union-attr]
-    failures = own.failures + (companions.counters.failures if companions is not None else 0)
-    assert failures > 0 or (call == "exists" and not kinds)
-    assert own.written_pages >= 0 and own.unwritten_pages >= 0 and again.index.counts().locks == 0
-    again.check_books()
-
-
-@pytest.mark.parametrize("field", ["threshold", "batch", "write_limit", "threads"])
-@pytest.mark.parametrize("value", [-1, 1.5, "4", True, float("nan")])
-def test_numbers_of_a_tier_are_whole(tmp_path: Path, field: str, value: Any) -> None:
-    bench = GroupBench([], host_layout="page_first_direct")
-    store = FileStorage(tmp_path / "pages", capacity_bytes=10**8)
-    with pytest.raises(HostPoolError, match=field):
-        StorageTier(bench.host, bench.index, store, **{field: value})
-    with pytest.raises(HostPoolError, match="share"):
-        StorageTier(bench.host, bench.index, store, share=(2, 2))

@@ -19,7 +19,8 @@ from kv_pool.hicache.storage._calls import ask
 sys.path.insert(0, str(Path(__file__).parent))
 
 from pool_group import GroupBench
-from test_pool_storage_companions import ALL, over
+from pool_group_store import over
+from test_pool_storage_companions import ALL
 
 Text = Callable[[int, int], list[int]]
 ERRORS = [KeyError("bucket"), OSError(5, "gone"), RuntimeError("closed")]
