@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hypothesis import settings
+
 sys.path.insert(0, str(Path(__file__).parent))  # helper modules beside the tests
 
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # torch would load torch_npu, which needs a device
@@ -147,3 +149,7 @@ def closing() -> Iterator[Callable[[Any], Any]]:
     yield keep
     for runner in made:
         runner.close()
+
+
+settings.register_profile("untimed", deadline=None)  # a busy machine is no fault
+settings.load_profile("untimed")

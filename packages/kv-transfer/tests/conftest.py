@@ -8,6 +8,7 @@ from pathlib import Path
 
 import kv_planner as kp
 import pytest
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -55,3 +56,7 @@ def two_stages(layout: kp.ModelLayout, pairs: list[Pair]) -> Pair:
 def held(layout: kp.ModelLayout, pairs: list[Pair]) -> Pair:
     pairs.append(Pair(stages(layout, 1), whole(layout), HeldEngine))
     return pairs[0]
+
+
+settings.register_profile("untimed", deadline=None)  # a busy machine is no fault
+settings.load_profile("untimed")
