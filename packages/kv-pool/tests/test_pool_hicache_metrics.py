@@ -87,7 +87,9 @@ def test_each_companion_has_its_figures(text: Callable[[int, int], list[int]], t
     metrics.observe()
     assert value("device_pages", "window", state="in_use") == 5 and value("device_pages", "states", state="in_use") == 1
     bench.cache.abort(acquired)
-    for call in (bench.cache.companion_counters, bench.cache.companion_under_way):
+    storage: Any = bench.cache.companion_storage
+    calls = (bench.cache.companion_counters, bench.cache.companion_under_way, storage.counters_of, storage.under_way)
+    for call in calls:
         with pytest.raises(CacheError, match="other"):
             call("other")
 

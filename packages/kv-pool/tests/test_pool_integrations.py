@@ -6,12 +6,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
-from kv_pool import LibraryUnavailable, StorageError, UnrepeatableKeys
+from kv_pool import LibraryUnavailable, StorageDamaged, StorageError, UnrepeatableKeys
 from kv_pool.integrations import sglang, vllm, vllm_npu
+from kv_pool.integrations.sglang._host_pages import read_leading
 
 ENGINES = ("sglang", "vllm")
 
@@ -71,3 +72,21 @@ def test_a_shared_store_of_vllms_blocks_wants_a_seed(monkeypatch: pytest.MonkeyP
     with pytest.raises(UnrepeatableKeys, match="set PYTHONHASHSEED before vLLM starts") as caught:
         vllm.BlockStore(SimpleNamespace(), view, "kv_pool")
     assert isinstance(caught.value, StorageError) and caught.value.given == "not set"
+
+
+@pytest.mark.parametrize("error", [KeyError("bucket"), OSError(5, "gone"), RuntimeError("closed")])
+def test_what_a_store_raises_below_sglangs_pages_is_named(error: Exception) -> None:
+    """Beside a damaged page, which ends as a missing one does; keys and pages are what the backend would pass."""
+
+    class Below:
+        name = "below"
+
+        def read(self, keys: Any, pages: Any) -> int:
+            raise error
+
+    with pytest.raises(StorageError, match="read of the store 'below'") as caught:
+        read_leading(cast(Any, Below()), ["00"], [[np.zeros(8, np.uint8)]])
+    assert caught.value.__cause__ is error
+    damaged = StorageDamaged("page", given="bytes", expected="others", consequence="none", remedy="none")
+    damaged.pages_read, error = 1, damaged
+    assert read_leading(cast(Any, Below()), ["00", "01"], [[np.zeros(8, np.uint8)]] * 2) == 1

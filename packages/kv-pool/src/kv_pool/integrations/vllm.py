@@ -20,6 +20,7 @@ import numpy as np
 from kv_pool._arguments import check_kind
 from kv_pool.errors import StorageDamaged, StorageError, UnrepeatableKeys
 from kv_pool.hicache.storage import Closes, RegistersMemory, create_storage
+from kv_pool.hicache.storage._calls import ask, stored_pages, write_pages
 from kv_pool.integrations._engine import engine_module, stored_key
 from kv_pool.tables import whole_number
 
@@ -93,14 +94,14 @@ class BlockStore:
         self._identity = _identity(offloading_spec, self._blocks.shape[1], salt)
         self._storage: PageStorage = create_storage(storage, **options)
         if isinstance(self._storage, RegistersMemory):
-            self._storage.register([self._blocks.reshape(-1)])
+            ask(self._storage, "register", [self._blocks.reshape(-1)])
         self._threads = ThreadPoolExecutor(threads, "kv-pool-vllm")
         self._jobs: dict[int, Future[bool]] = {}
         self._storing: dict[int, frozenset[bytes]] = {}
 
     def lookup(self, key: bytes, req_context: Any) -> bool | None:
         """Whether a block is there; `None` while it is being stored."""
-        if self._storage.exists(self._keys([key])) == 1:
+        if stored_pages(self._storage, self._keys([key])) == 1:
             return True
         return None if any(key in keys for keys in self._storing.values()) else False
 
@@ -130,7 +131,7 @@ class BlockStore:
         """Wait for what is under way, end the threads, and let the primary tier's memory go."""
         self._threads.shutdown(wait=True)
         if isinstance(self._storage, Closes):
-            self._storage.close()
+            ask(self._storage, "close")
         self._jobs.clear()
         self._blocks = self._blocks[:0].copy()
 
@@ -142,10 +143,10 @@ class BlockStore:
         self._jobs[job] = self._threads.submit(work, self._keys(keys), pieces)
 
     def _store(self, keys: list[str], pieces: list[Pieces]) -> bool:
-        return self._storage.write(keys, pieces) == len(keys)
+        return write_pages(self._storage, keys, pieces) == len(keys)
 
     def _load(self, keys: list[str], pieces: list[Pieces]) -> bool:
-        return self._storage.read(keys, pieces) == len(keys)
+        return bool(ask(self._storage, "read", keys, pieces) == len(keys))
 
     @staticmethod
     def _succeeded(work: Future[bool]) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from kv_planner import StaleNode
 
-from kv_pool.errors import HostPoolError, StorageError
+from kv_pool.errors import CacheError, HostPoolError, StorageError
 from kv_pool.hicache._inflight import UnderWay
 from kv_pool.hicache.ranks import owner_rank
 from kv_pool.hicache.storage._calls import Read, ask, read_batches, stored_pages
@@ -181,12 +181,20 @@ class CompanionStorage:
         return bool(self._reads or any(any(self._tier.outbound.pages(books)) for books in self._books.values()))
 
     def counters_of(self, name: str) -> StorageCounters:
-        """What was done so far, for one companion."""
-        return self._books[name].counters
+        """What was done so far, for one companion.
+
+        Raises:
+            CacheError: There is no such companion.
+        """
+        return self._of(name).counters
 
     def under_way(self, name: str) -> UnderWay:
-        """Own host pages of a companion that wait or travel at this moment."""
-        queued, writes = self._tier.outbound.pages(self._books[name])
+        """Own host pages of a companion that wait or travel at this moment.
+
+        Raises:
+            CacheError: There is no such companion.
+        """
+        queued, writes = self._tier.outbound.pages(self._of(name))
         reads = [prefetch._wanted[name].pages.size for prefetch in self._reads if name in prefetch._wanted]
         return UnderWay(queued_writes=queued, writes=writes, reads=sum(reads))
 
@@ -223,8 +231,12 @@ class CompanionStorage:
         self._tier.outbound.submit()
 
     def forget(self, name: str, tokens: IntArray, namespace: Namespace) -> None:
-        """Remove a companion's page of the last page of a text from the store; see `StorageTier.forget`."""
-        self._books[name].add(damaged_pages=1)
+        """Remove a companion's page of the last page of a text from the store; see `StorageTier.forget`.
+
+        Raises:
+            CacheError: There is no such companion.
+        """
+        self._of(name).add(damaged_pages=1)
         key = page_keys(self._digests[name], tokens, self._tier.host.page_size, namespace)[-1]
         self._tier.outbound.remove(key, self._books[name])
 
@@ -346,6 +358,17 @@ class CompanionStorage:
         for name, wanted in prefetch._wanted.items():
             self._members[name].host.own.release(wanted.pages)
         prefetch._wanted = {}
+
+    def _of(self, name: str) -> Books:
+        if name not in self._books:
+            raise CacheError(
+                "name",
+                given=name,
+                expected=f"one of {sorted(self._books)}",
+                consequence="there are no such pages",
+                remedy="declare the companion at construction",
+            )
+        return self._books[name]
 
     def _pieces(self, name: str, page: int) -> Pieces:
         return [rows[page] for rows in self._bytes[name]]

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from kv_pool._arguments import check_kind, check_list
-from kv_pool.errors import StorageDamaged, StorageError
-from kv_pool.hicache.storage.protocols import leading_pages
+from kv_pool.errors import StorageError
+from kv_pool.hicache.storage._calls import read_batches, write_pages
 from kv_pool.integrations._engine import bytes_at, stored_key
 
 if TYPE_CHECKING:
@@ -78,9 +78,9 @@ class PoolPages:
         """Keep host pages and return how many leading ones are kept."""
         starts = self._starts(keys, host_indices)
         if self._direct:
-            return storage.write(self.keys(keys), self._pieces(starts))
+            return write_pages(storage, self.keys(keys), self._pieces(starts))
         pages = [[flat(self.pool.get_data_page(start).contiguous())] for start in starts]
-        return storage.write(self.keys(keys), pages)
+        return write_pages(storage, self.keys(keys), pages)
 
     def memory(self) -> Pieces:
         """The whole memory of the pool, each allocation once."""
@@ -121,10 +121,10 @@ class PoolPages:
 
 def read_leading(storage: PageStorage, keys: Sequence[str], pages: Sequence[Pieces]) -> int:
     """How many leading pages a store filled whole; a damaged page ends as a missing one does."""
-    try:
-        return leading_pages("read", storage.read(keys, pages), len(pages))
-    except StorageDamaged as error:
-        return error.pages_read
+    read = read_batches(storage, keys, pages, max(1, len(keys)), lambda: False)
+    if read.failure is not None:
+        raise read.failure
+    return read.pages
 
 
 def flat(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -19,7 +19,7 @@ import torch
 from kv_pool._arguments import check_kind, check_mapping
 from kv_pool.errors import StorageError
 from kv_pool.hicache.storage import Closes, RegistersMemory, create_storage
-from kv_pool.hicache.storage.protocols import leading_pages
+from kv_pool.hicache.storage._calls import ask, stored_pages, write_pages
 from kv_pool.integrations._engine import engine_module
 from kv_pool.integrations.sglang._host_pages import PoolPages, flat, read_leading, refused
 
@@ -88,13 +88,13 @@ class HostPages:
         self._pools[name] = pages
         fresh = [piece for piece in pages.memory() if piece.ctypes.data not in self._registered]
         if isinstance(self._storage, RegistersMemory) and fresh:
-            self._storage.register(fresh)
+            ask(self._storage, "register", fresh)
             self._registered.update(piece.ctypes.data for piece in fresh)
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many leading keys are there."""
         names = self._pool(_KV).keys(keys, flat=self._flat)
-        return leading_pages("exists", self._storage.exists(names), len(names))
+        return stored_pages(self._storage, names)
 
     def exists(self, key: str) -> bool:
         """Whether one key is there."""
@@ -126,7 +126,7 @@ class HostPages:
                 break
             names = self._pool(transfer.name).keys(keys[:leading])
             if transfer.hit_policy == engine.PoolHitPolicy.ALL_PAGES:
-                mine = set(range(1, self._storage.exists(names) + 1))
+                mine = set(range(1, stored_pages(self._storage, names) + 1))
             elif transfer.hit_policy == engine.PoolHitPolicy.TRAILING_PAGES:
                 mine = _trailing(self._storage, names, max(1, len(transfer.keys or ())))
             else:
@@ -193,7 +193,7 @@ class HostPages:
     ) -> bool:
         """Keep flat tensors, one a page; whether all are kept."""
         names = self._pool(_KV).keys(keys, flat=True)
-        return self._storage.write(names, [[flat(value)] for value in values]) == len(keys)
+        return write_pages(self._storage, names, [[flat(value)] for value in values]) == len(keys)
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """Keep one flat tensor."""
@@ -202,7 +202,7 @@ class HostPages:
     def close(self) -> None:
         """Let the store go; SGLang calls it when the backend is detached."""
         if isinstance(self._storage, Closes):
-            self._storage.close()
+            ask(self._storage, "close")
 
     def _pool(self, name: str) -> PoolPages:
         found = self._pools.get(str(name))
@@ -215,7 +215,7 @@ class HostPages:
 
 def _trailing(storage: PageStorage, names: Sequence[str], count: int) -> set[int]:
     """Lengths of prefixes whose last `count` pages are there."""
-    there = [storage.exists([name]) == 1 for name in names]
+    there = [stored_pages(storage, [name]) == 1 for name in names]
     return {end for end in range(1, len(there) + 1) if all(there[max(0, end - count) : end])}
 
 
