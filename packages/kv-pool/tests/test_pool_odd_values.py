@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from kv_planner import Component, ComponentSpec, ItemKind, ModelLayout, PlanError
+from kv_planner.testing.odd_values import ANY, LISTED, NUMBER, ODD, OPTIONAL, Case, missing, public, wrongs
 from kv_pool import (
     HybridPool,
     KvPoolError,
@@ -28,10 +28,6 @@ from kv_pool import (
 )
 from kv_pool.integrations import sglang, vllm
 from kv_pool.integrations.sglang.storage import HostPages
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from pool_odd import ANY, LISTED, NUMBER, ODD, OPTIONAL, Case, missing, public, wrongs
 
 TYPED = (KvPoolError, PlanError)
 RECORD = "a record that calls return"

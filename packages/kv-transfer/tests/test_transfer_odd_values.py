@@ -15,8 +15,20 @@ import kv_planner as kp
 import numpy as np
 import pydantic
 import pytest
+from kv_planner.testing.odd_values import (
+    ANY,
+    LISTED,
+    NUMBER,
+    ODD,
+    OPTIONAL,
+    SECONDS,
+    Case,
+    arguments,
+    missing,
+    public,
+    wrongs,
+)
 from transfer_memory import make_layout, stages, whole
-from transfer_odd import ANY, LISTED, NUMBER, ODD, OPTIONAL, SECONDS, Case, arguments, missing, public, wrongs
 from transfer_pair import FAST, Pair, eventually
 from transfer_sglang import MHA, Manager, Side, manifest
 from vllm_pieces import configuration

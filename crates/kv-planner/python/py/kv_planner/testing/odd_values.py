@@ -14,6 +14,10 @@ from typing import Any
 
 import numpy as np
 
+__all__ = [
+    "ANY", "LISTED", "NUMBER", "ODD", "OPTIONAL", "SECONDS", "Case", "arguments", "missing", "public", "wrongs",
+]  # fmt: skip
+
 ODD: Mapping[str, object] = {
     "None": None,
     "true": True,
@@ -33,6 +37,7 @@ ODD: Mapping[str, object] = {
     "mapping": {"x": "y"},
     "object": object(),
 }
+"""Values by what is odd about them."""
 NUMBER = ("0",)
 SECONDS = ("0", "fraction")
 OPTIONAL = ("None",)
