@@ -22,11 +22,10 @@ import numpy.typing as npt
 
 from kv_pool._arguments import check_call
 from kv_pool.errors import DoubleFree, ForeignPage, IntegrityError, OutOfPages, PageError, PoolSizeError
-from kv_pool.tables import IndexLike, IntArray, as_index_array, whole_number
+from kv_pool.tables import INT32_MAX, IndexLike, IntArray, as_index_array, whole_number
 
 __all__ = ["PageAllocator", "PageUse"]
 
-_MOST = 2**31 - 1  # pages that a block table can name
 _ONE = np.int32(1)  # of the holders' own type: with a Python int, numpy's `at` takes a way that is 20 times as slow
 
 
@@ -47,11 +46,11 @@ class PageAllocator:
     def __init__(self, num_pages: int, page_size: int) -> None:
         consequence = "page 0 is reserved, so no page could be handed out"
         num_pages = whole_number(
-            "num_pages", num_pages, least=2, most=_MOST, error=PoolSizeError, consequence=consequence
+            "num_pages", num_pages, least=2, most=INT32_MAX, error=PoolSizeError, consequence=consequence
         )
         consequence = "no slot of a page could be computed"
         page_size = whole_number(
-            "page_size", page_size, least=1, most=_MOST, error=PoolSizeError, consequence=consequence
+            "page_size", page_size, least=1, most=INT32_MAX, error=PoolSizeError, consequence=consequence
         )
         self._num_pages = num_pages
         self._page_size = page_size

@@ -71,9 +71,9 @@ def make_offers(
     """The tokens of a request, and what each group offers for it.
 
     Raises:
-        ArgumentError: A number that is none, out of range, or missing.
+        ArgumentError: A number that is none, out of range, or missing; pages outside the pool, or not as many as the
+            tokens need.
         kv_planner.PlanError: Reserved, negative or doubled pages.
-        ArgumentError: Pages outside the pool, or not as many as the tokens need.
     """
     lists = {}
     for name, given in by_group("destination_pages", pages, groups).items():

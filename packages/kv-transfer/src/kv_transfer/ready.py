@@ -13,10 +13,9 @@ import kv_planner
 
 from kv_transfer.arguments import check_items, check_kind, check_seconds, check_whole, check_word
 from kv_transfer.errors import ArgumentError
+from kv_transfer.terms import ALL_PARTS
 
 __all__ = ["LayerMarks", "NotifyingReady", "Ready"]
-
-_PARTS = ("target", "draft")
 
 
 @runtime_checkable
@@ -63,7 +62,7 @@ class LayerMarks:
         several = isinstance(layer_ids, Iterable) and not isinstance(layer_ids, str | bytes)
         given = check_items("layer_ids", layer_ids) if several else (layer_ids,)  # type: ignore[arg-type]
         ids = [check_whole("layer_ids", layer_id, 2**31 - 1) for layer_id in given]
-        check_word("part", part, _PARTS)
+        check_word("part", part, ALL_PARTS)
         with self._changed:
             self._marked.update((part, layer_id) for layer_id in ids)
             self._changed.notify_all()

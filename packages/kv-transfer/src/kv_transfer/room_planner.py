@@ -166,10 +166,10 @@ class RoomPlanner:
         """A chunk of pages of each group that is given.
 
         Raises:
-            ArgumentError: No such group, one list for several, or no start that is a whole number.
+            ArgumentError: No such group, one list for several, no start that is a whole number, a layer or part that
+                this rank's route does not hold, or pages that are no 1-D array.
             CoverageError: It reaches past the offered pages.
             kv_planner.PlanError: Pages that cannot be paired.
-            ArgumentError: A layer or part that this rank's route does not hold, or pages that are no 1-D array.
         """
         given = by_group("source_pages", source_pages, self._groups)
         if isinstance(start, Mapping) and not given.keys() <= start.keys():

@@ -246,7 +246,7 @@ class Member:
                 for canary in self.canaries:
                     canary.record(part.host_pages)
             except BaseException:
-                self._leave_host(part.host_pages)
+                _unname(self.host, part.host_pages)
                 raise
             self._count["backed_up_pages"] += part.nodes.size
             if self._on_backed_up is not None:
@@ -256,17 +256,12 @@ class Member:
 
     def _dropped(self, pages: IntArray, host_pages: IntArray) -> None:
         """End a backup without a host copy."""
-        self._leave_host(host_pages)
+        _unname(self.host, host_pages)
         self._let_go(pages, host_pages)
-
-    def _leave_host(self, host_pages: IntArray) -> None:
-        named = self.host.named()
-        self.host.leave(named[np.isin(self.host.find(named), host_pages)])
 
     def _forget(self, load: Load) -> None:
         """Nobody finds what a load was to bring."""
-        named = self.device.named()
-        self.device.leave(named[np.isin(self.device.find(named), load.device_pages)])
+        _unname(self.device, load.device_pages)
 
     def _keep(self, pages: IntArray, host_pages: IntArray) -> Callable[[], None]:
         self._hold(pages, host_pages)
@@ -279,3 +274,9 @@ class Member:
     def _let_go(self, pages: IntArray, host_pages: IntArray) -> None:
         self.device.own.release(pages)
         self.host.own.release(host_pages)
+
+
+def _unname(names: PageMap, own_pages: IntArray) -> None:
+    """Own pages are found no more, whatever names them."""
+    named = names.named()
+    names.leave(named[np.isin(names.find(named), own_pages)])

@@ -62,7 +62,7 @@ class BlockList:
             )
         kept = columns[2] > 0
         first, second, size = (column[kept] for column in columns)
-        past = np.flatnonzero(np.maximum(first, second) > np.uint64(2**64 - 1) - size)
+        past = np.flatnonzero(np.maximum(first, second) > np.uint64(_TOP) - size)
         if len(past):
             block = tuple(int(column[past[0]]) for column in (first, second, size))
             raise TransferFailed(

@@ -60,14 +60,14 @@ class _Room:
     def __init__(self, receiver: Any) -> None:
         self.receiver = receiver
         self.writers = [_Writer(number, info) for number, info in _ranks(receiver)]
-        self.held = False
-        self.since = time.monotonic()
         self.said = False
-        self._pause = _FIRST
-        self._due = self.since + _FIRST
+        self._restart(held=False)
 
     def hold(self) -> None:
-        self.held, self.since = True, time.monotonic()
+        self._restart(held=True)
+
+    def _restart(self, *, held: bool) -> None:
+        self.held, self.since = held, time.monotonic()
         self._pause = _FIRST
         self._due = self.since + _FIRST
 

@@ -8,12 +8,12 @@ a list whose statements contradict each other, or that can be read in two ways, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import kv_planner
 
-from kv_transfer.arguments import check_whole
+from kv_transfer.arguments import check_items, check_whole
 from kv_transfer.errors import ArgumentError, UnsupportedLayout
 
 if TYPE_CHECKING:
@@ -62,13 +62,12 @@ def entry_list(kv_args: Any, field: str) -> list[Any]:
     Raises:
         UnsupportedLayout: It is None, or no list.
     """
-    values = getattr(kv_args, field, None)
+    values: Any = getattr(kv_args, field, None)
     try:
-        if isinstance(values, Iterable) and not isinstance(values, str | bytes):
-            return list(values)
-    except TypeError:  # an array without an axis
-        pass
-    raise refusal(field, values, "a list", "every buffer has an item in it", "fill it before the manager is made")
+        return list(check_items(field, values))
+    except ArgumentError:
+        words = ("a list", "every buffer has an item in it", "fill it before the manager is made")
+        raise refusal(field, values, *words) from None
 
 
 def check_list(field: str, values: object) -> None:
