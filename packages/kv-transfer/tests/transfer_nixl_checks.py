@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 
 import numpy as np
 from transfer_batches import batch, end, refused
@@ -18,6 +19,10 @@ def main() -> None:
     writer = create_engine("nixl", max_entries_per_batch=8)
     reader = create_engine("nixl")
     assert not {"torch", "nixl._api"} & set(sys.modules)
+    time.sleep(0.2)
+    busy = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - busy < 0.25, "threads of two idle engines keep asking"
 
     size = MEGABYTES << 20
     source = np.arange(size, dtype=np.uint32).view(np.uint8)[:size].copy()

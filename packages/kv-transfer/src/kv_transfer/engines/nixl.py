@@ -41,6 +41,7 @@ __all__ = ["NixlEngine"]
 _MODULES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
 _MEMORY = "DRAM"
 _SHORTEST, _LONGEST = 20e-6, 500e-6  # seconds between two questions after a transfer
+_PROGRESS_PAUSE = 1000  # µs that a progress thread without events sleeps at most
 _OPEN: weakref.WeakSet[NixlEngine] = weakref.WeakSet()
 
 
@@ -83,15 +84,14 @@ class NixlEngine:
     """
 
     def __init__(self, *, max_entries_per_batch: int = 512, log_level: str = "ERROR") -> None:
-        """Starts an agent with a progress thread of its own."""
+        """Starts an agent with a progress thread of its own, which sleeps while nothing comes."""
         check_whole("max_entries_per_batch", max_entries_per_batch, least=1)
         check_text("log_level", log_level)
         os.environ.setdefault("NIXL_LOG_LEVEL", log_level)
         api = _load()
         self._name = f"kv-transfer-{uuid.uuid4()}"
         try:
-            config = api.nixl_agent_config(enable_prog_thread=True, enable_listen_thread=False, backends=["UCX"])
-            self._agent = api.nixl_agent(self._name, config)
+            self._agent = _start(api, self._name)
         except Exception as error:
             raise EngineError(
                 f"nixl did not start: {type(error).__name__}: {error}",
@@ -289,6 +289,22 @@ class NixlEngine:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise EngineError(f"engine {self._name} is closed", local=self._name)
+
+
+def _start(api: Any, name: str) -> Any:
+    """An agent whose progress thread waits for events.
+
+    The library's own constructor sets no pause, and its thread then asks without end: a core each agent, idle or not,
+    which the copies lack. So that one makes an agent without a backend, hence without a thread, and the agent that
+    moves bytes takes the place of its inner one.
+    """
+    agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
+    config = api.nixlBind.nixlAgentConfig()
+    config.useProgThread, config.pthrDelay = True, _PROGRESS_PAUSE
+    config.syncMode = api.nixlBind.NIXL_THREAD_SYNC_NONE
+    agent.agent = api.nixlBind.nixlAgent(name, config)
+    agent.create_backend("UCX")
+    return agent
 
 
 def _descriptors(addresses: Any, nbytes: Any) -> Any:
