@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 SCENARIOS = (
     "pages_come_back", "no_room_while_pages_are_leased", "a_dead_master_is_an_error",
     "a_paused_master_is_an_error_in_time", "a_host_that_lends_memory_dies", "a_cache_is_served_from_it",
-    "companions_are_served_from_it",
+    "a_lease_that_ends_is_taken_anew", "companions_are_served_from_it",
 )  # fmt: skip
 
 

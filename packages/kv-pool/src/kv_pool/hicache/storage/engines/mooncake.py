@@ -30,12 +30,13 @@ if TYPE_CHECKING:
 
 __all__ = ["MooncakeStorage", "describe_code"]
 
-_NO_ROOM, _TOO_SMALL, _ABSENT, _NOT_MOVED = -200, -600, -704, -800
+_NO_ROOM, _TOO_SMALL, _ABSENT, _LEASE_ENDED, _NOT_MOVED = -200, -600, -704, -707, -800
 _WORDS = {
     _NO_ROOM: "no room: all segments are full of pages under a lease",
     _TOO_SMALL: "the stored page is longer than the room for it",
     _ABSENT: "no such page",
     -706: "the page is under a lease",
+    _LEASE_ENDED: "its lease ended before the bytes had come: the master's default_kv_lease_ttl is too short for a page",
     _NOT_MOVED: "the host that lends the memory is gone, or the stored page is shorter than the room for it",
     -900: "the master does not answer",
     -901: "the master has not answered in time",
@@ -88,7 +89,7 @@ class _Library(Protocol):
 
 
 def describe_code(code: int) -> str:
-    """What a code of the library means, in words: -200, -600, -704, -706, -800, -900 and -901 were observed."""
+    """What a code of the library means, in words: -200, -600, -704, -706, -707, -800, -900 and -901 were observed."""
     return f"{_WORDS.get(code, 'a code without a known meaning')} (mooncake code {code})"
 
 
@@ -188,16 +189,15 @@ class MooncakeStorage:
         return len(found)
 
     def read(self, keys: Sequence[str], pages: Sequence[Pieces]) -> int:
-        """See `PageStorage.read`."""
+        """See `PageStorage.read`. A page whose lease ended under way may hold anything: it is asked for once more."""
         if not keys:
             return 0
         places, sizes = _pointers(pages)
         lengths = [sum(row) for row in sizes]
-        if all(len(row) == 1 for row in sizes):
-            got = self._library.batch_get_into(list(keys), [row[0] for row in places], lengths)
-        else:
-            got = self._library.batch_get_into_multi_buffers(list(keys), places, sizes)
+        got = self._get(keys, places, sizes)
         for number, (code, length) in enumerate(zip(got, lengths, strict=True)):
+            if code == _LEASE_ENDED:  # leases of a batch begin together, that of one page lasts for it alone
+                (code,) = self._get(keys[number : number + 1], places[number : number + 1], sizes[number : number + 1])
             if code == length:
                 continue
             size = self._library.get_size(keys[number]) if code == _NOT_MOVED else length
@@ -247,6 +247,12 @@ class MooncakeStorage:
             _OPEN.discard(self)
             self._library.close()
             self._registered.clear()
+
+    def _get(self, keys: Sequence[str], places: list[list[int]], sizes: list[list[int]]) -> list[int]:
+        """Bytes of each page, or a code."""
+        if all(len(row) == 1 for row in sizes):
+            return self._library.batch_get_into(list(keys), [row[0] for row in places], [row[0] for row in sizes])
+        return self._library.batch_get_into_multi_buffers(list(keys), places, sizes)
 
     def _failed(self, call: str, key: str, code: int) -> StorageError:
         return StorageError(
