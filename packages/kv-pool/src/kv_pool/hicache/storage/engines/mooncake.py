@@ -36,7 +36,7 @@ _WORDS = {
     _TOO_SMALL: "the stored page is longer than the room for it",
     _ABSENT: "no such page",
     -706: "the page is under a lease",
-    _LEASE_ENDED: "its lease ended before the bytes had come: the master's default_kv_lease_ttl is too short for a page",
+    _LEASE_ENDED: "its lease ended before its bytes came: the master's default_kv_lease_ttl is too short for a page",
     _NOT_MOVED: "the host that lends the memory is gone, or the stored page is shorter than the room for it",
     -900: "the master does not answer",
     -901: "the master has not answered in time",
