@@ -21,7 +21,7 @@ from sglang.srt.disaggregation.ascend.conn import (
     AscendStateType,
 )
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll, StateType
-from sglang.srt.disaggregation.common.conn import AbortNotification
+from sglang.srt.disaggregation.common.conn import AbortNotification, CommonKVReceiver
 from sglang.srt.disaggregation.decode import DecodeTransferQueue
 from sglang.srt.disaggregation.mooncake.conn import KVArgsRegisterInfo, MooncakeKVManager, TransferInfo
 from sglang.srt.disaggregation.utils import setup_state_kv_args
@@ -34,6 +34,7 @@ CALLS = (
     "get_mha_kv_ptrs_with_pp", "send_kvcache", "send_kvcache_slice", "send_kvcache_dcp", "maybe_send_extra", "send_aux",
     "_transfer_data", "transfer_worker", "conclude_transfer", "poison_deferred_ack_room", "_maybe_ack_drained_abort",
     "_handle_deferred_abort_notification", "is_abort_release_safe", "clear_deferred_abort_state",
+    "_handle_node_failure",
 )  # fmt: skip
 SEEDS = {
     "send_kvcache": (
@@ -53,6 +54,7 @@ ASKED = {
     "update_status": ("bootstrap_room", "status"),
     "send_kv_status_message": ("targets", "bootstrap_room", "status", "failure_reason"),
     "_room_notify_targets": ("bootstrap_room",),
+    "_unblacklist_session": ("session_id",),
 }  # fmt: skip
 FIELDS = (
     "engine_rank", "kv_data_ptrs", "kv_data_lens", "kv_item_lens", "kv_layer_ids", "kv_cache_dtype_str",
@@ -124,6 +126,7 @@ def test_rooms_have_what_holding_their_pages_needs() -> None:
     assert parameters(AscendKVReceiver._connect_to_bootstrap_server) == [
         ("bootstrap_info", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     ]
+    assert parameters(CommonKVReceiver.disconnect_endpoint) == [("endpoint", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     assert {"room", "decode_ip", "decode_port", "generation"} == set(AbortNotification.__struct_fields__)
     for name in ("_defer_release", "resolve_deferred_releases", "pop_transferred"):
         assert callable(getattr(DecodeTransferQueue, name)), name

@@ -65,3 +65,8 @@ def test_an_engine_by_itself(script: str) -> None:
 def test_processes_are_killed_and_stopped_at_random_moments() -> None:
     """On the engine that no scenario above is about; the soak does it 200 times, on all of them."""
     _run("transfer_faults.py", "loopback", "3", "11")
+
+
+def test_nothing_is_held_for_peers_that_died() -> None:
+    """Files, sockets, threads, maps; the soak counts them after each of its faults too."""
+    _run("transfer_handles.py", "loopback", "nixl", "mooncake")

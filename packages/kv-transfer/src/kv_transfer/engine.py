@@ -22,12 +22,14 @@ from kv_transfer.errors import ArgumentError, EngineError
 __all__ = [
     "Blocks",
     "EngineCapabilities",
+    "ForgetsPeers",
     "RegistersTogether",
     "TransferEngine",
     "TransferHandle",
     "TransferState",
     "TransferStatus",
     "check_batch",
+    "forget_peer",
     "wait_batch",
 ]
 
@@ -323,6 +325,29 @@ class RegistersTogether(Protocol):
             RegionError: As `register`, or there would be more regions than the engine takes.
             EngineError: The library refused them.
         """
+
+
+@runtime_checkable
+class ForgetsPeers(Protocol):
+    """An engine that holds something for each peer it wrote to: connections, mapped memory, names."""
+
+    def forget(self, peer: str) -> None:
+        """Gives back what is held for a peer to which its caller writes no more; returns without waiting for it.
+
+        Batches of others to that peer go on, and a later `submit` to it begins anew. Does nothing for a peer that is
+        not known. Raises nothing.
+        """
+
+
+def forget_peer(engine: TransferEngine, peer: str) -> None:
+    """Has an engine forget a peer, where it is one that can.
+
+    Args:
+        engine: Wrote to the peer.
+        peer: Its session; an empty one is none.
+    """
+    if peer and isinstance(engine, ForgetsPeers):
+        engine.forget(peer)
 
 
 def wait_batch(engine: TransferEngine, handle: TransferHandle, timeout: float | None = None) -> TransferStatus:

@@ -152,6 +152,7 @@ class Endpoint(abc.ABC):
             control.close()
             context.term()
             self._let_engine_go(None)
+            self._ended()
 
     def _record(self, error: BaseException) -> None:
         crash = SessionStateError(
@@ -247,6 +248,10 @@ class Endpoint(abc.ABC):
 
     @abc.abstractmethod
     def _let_go(self, now: float) -> bool: ...
+
+    @abc.abstractmethod
+    def _ended(self) -> None:
+        """The conversation is over, and the engine holds no batch of it; the last call of the thread."""
 
     @abc.abstractmethod
     def _crashed(self, error: TransferError) -> None: ...

@@ -353,5 +353,8 @@ class Receiver(Endpoint):
     def _let_go(self, now: float) -> bool:
         return True
 
+    def _ended(self) -> None:
+        """Writers come to the engine of a receiver; it holds nothing for them."""
+
     def _crashed(self, error: TransferError) -> None:
         self._core.fail_all(error)

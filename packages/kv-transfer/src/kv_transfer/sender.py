@@ -18,7 +18,7 @@ from kv_transfer.arguments import check_endpoint, check_seconds, check_whole
 from kv_transfer.aux_rows import AuxField
 from kv_transfer.config import Limits, Timeouts
 from kv_transfer.end_arguments import EndArguments
-from kv_transfer.engine import TransferEngine
+from kv_transfer.engine import TransferEngine, forget_peer
 from kv_transfer.errors import SessionStateError, TransferError, TransferTimeout
 from kv_transfer.groups import Manifests
 from kv_transfer.handshake import Rank
@@ -310,6 +310,10 @@ class Sender(Endpoint):
 
     def _let_go(self, now: float) -> bool:
         return self._core is None or self._core.let_go(now)
+
+    def _ended(self) -> None:
+        if self._core is not None:
+            forget_peer(self._engine, self._core.peer_session)
 
     def _crashed(self, error: TransferError) -> None:
         if self._core is not None:

@@ -104,7 +104,7 @@ class SenderCore:
         self._routes: dict[str, kv_planner.Route] | None = None
         self._interleave: Interleave = "page"
         self._place = groups.placement
-        self._peer_session = ""
+        self.peer_session = ""
         self._offers = Offers(limits.remembered_rooms)
         self._silence = Silence(timeouts, now)
         self._machine = StateMachine(f"sender {self.rank}", SENDER_PHASE_STEPS, SenderPhase.NEW)
@@ -228,7 +228,7 @@ class SenderCore:
             self.routes,
             self._interleave,
             self._engine,
-            self._peer_session,
+            self.peer_session,
             self._limits,
             now,
             self._timeouts.transfer,
@@ -328,7 +328,7 @@ class SenderCore:
         routes = {name: own.route(0, 0) for name, own in agreed.items()}
         check_interleave(routes, message.interleave)
         self._routes, self._interleave, self._place = routes, message.interleave, remote.placement
-        self._peer_session = message.session
+        self.peer_session = message.session
         self._post(Agreed())
         self._machine.to(SenderPhase.AGREED)
 

@@ -244,6 +244,8 @@ class PeerBoard:
         if version != self._version:
             text = os.pread(self._file, int.from_bytes(header[8:], "little"), _HEADER)
             self._regions = [(int(a), int(n), str(p), int(o)) for a, n, p, o in json.loads(text)]
+            kept = {path for _, _, path, _ in self._regions}
+            self._maps = {path: mapped for path, mapped in self._maps.items() if path in kept}
             self._version = version
 
 

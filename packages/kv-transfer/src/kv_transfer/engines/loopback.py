@@ -145,6 +145,13 @@ class LoopbackEngine:
         with self._lock:
             check_kind("handle", handle, TransferHandle).settle(TransferStatus(TransferState.FAILED, "cancelled"))
 
+    def forget(self, peer: str) -> None:
+        """Unmaps a peer's memory; see `ForgetsPeers.forget`."""
+        with self._lock:
+            board = self._peers.pop(peer, None)
+            if board is not None:
+                board.close()
+
     def close(self) -> None:
         """See `TransferEngine.close`."""
         with self._lock:

@@ -2,16 +2,18 @@
 
 Guards what the library does not: calls before it is initialised crash it, unregistered local memory is accepted, the
 requested port is ignored, time-outs come from the environment, a blocking call cannot be interrupted, and it listens on
-all interfaces whatever host name it is given (see `kv_transfer.isolation`). It does not authenticate peers: whoever
-reaches its port can write registered memory.
+all interfaces whatever host name it is given (see `kv_transfer.isolation`), and it keeps the connections of a peer that
+died until it uses them again. It does not authenticate peers: whoever reaches its port can write registered memory.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import importlib
 import math
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, TypeAlias, cast, get_args
@@ -20,6 +22,7 @@ from kv_transfer.arguments import check_period, check_text, check_word
 from kv_transfer.engine import EngineCapabilities
 from kv_transfer.engines.blocking import BlockingEngine, check_workers
 from kv_transfer.errors import EngineError, EngineUnavailable
+from kv_transfer.gone import is_gone
 
 __all__ = ["MooncakeEngine", "describe_code"]
 
@@ -39,6 +42,9 @@ _CODES = {
     -202: "the library's device context is broken",
     -302: "out of memory",
 }
+_LANES = 16  # the most connections that the library opens to a peer
+_NOWHERE = ctypes.c_char()
+_LOOKS = (0.0, 0.05, 0.25, 1.0, 3.0)  # seconds before each look at forgotten peers
 _TIMEOUT_VARIABLES = ("MC_TRANSFER_TIMEOUT", "MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC")
 
 
@@ -67,6 +73,10 @@ class _Library(Protocol):
     def unregister_memory(self, addr: int, /) -> int: ...
 
     def batch_transfer_sync_write(
+        self, target_hostname: str, buffers: list[int], peer_buffer_addresses: list[int], lengths: list[int]
+    ) -> int: ...
+
+    def batch_transfer_sync_read(
         self, target_hostname: str, buffers: list[int], peer_buffer_addresses: list[int], lengths: list[int]
     ) -> int: ...
 
@@ -149,6 +159,12 @@ class MooncakeEngine(BlockingEngine):
                 remedy="check the host name, and that ports of MC_MIN_RPC_PORT to MC_MAX_RPC_PORT are free",
             )
         self._library = library
+        self._peers: set[str] = set()
+        self._forgotten: set[str] = set()
+        self._looks = 0
+        self._sweeper: threading.Thread | None = None
+        self._sweep_lock = threading.Lock()
+        self._leave = threading.Event()
         super().__init__(
             "mooncake",
             f"{hostname}:{library.get_rpc_port()}",
@@ -158,6 +174,51 @@ class MooncakeEngine(BlockingEngine):
         )
         _OPEN.add(self)
 
+    def forget(self, peer: str) -> None:
+        """Has the connections to a peer closed once its process is gone; see `ForgetsPeers.forget`.
+
+        The library has no call for it: a connection is closed when it is used and turns out to be broken. So as soon
+        as nobody listens at the peer's port, a byte is asked for over each. One that lives is looked at again when
+        another peer is forgotten.
+        """
+        with self._sweep_lock:
+            if self._leave.is_set() or peer not in self._peers:
+                return
+            self._forgotten.add(peer)
+            self._looks = 0
+            if self._sweeper is None:
+                self._sweeper = threading.Thread(target=self._sweep, name="kv-transfer-mooncake-sweep", daemon=True)
+                self._sweeper.start()
+
+    def close(self) -> None:
+        """As `BlockingEngine.close`."""
+        with self._sweep_lock:
+            self._leave.set()
+            sweeper = self._sweeper
+        if sweeper is not None:
+            sweeper.join()
+        super().close()
+
+    def _sweep(self) -> None:
+        while True:
+            with self._sweep_lock:
+                if not self._forgotten or self._looks == len(_LOOKS) or self._leave.is_set():
+                    self._sweeper = None
+                    return
+                pause, peers = _LOOKS[self._looks], list(self._forgotten)
+                self._looks += 1
+            if self._leave.wait(pause):
+                continue
+            for peer in peers:
+                host, _, port = peer.rpartition(":")
+                if not port.isdecimal() or is_gone((host.strip("[]"), int(port))):
+                    # Nothing comes: no memory is registered at that address.
+                    here = [ctypes.addressof(_NOWHERE)] * _LANES
+                    self._library.batch_transfer_sync_read(peer, here, [1] * _LANES, [1] * _LANES)
+                    with self._sweep_lock:
+                        self._forgotten.discard(peer)
+                        self._peers.discard(peer)
+
     def _register(self, regions: Sequence[tuple[int, int]]) -> int:
         return self._library.batch_register_memory([address for address, _ in regions], [size for _, size in regions])
 
@@ -165,6 +226,8 @@ class MooncakeEngine(BlockingEngine):
         return self._library.unregister_memory(address)
 
     def _write(self, peer: str, source: list[int], destination: list[int], nbytes: list[int]) -> int:
+        with self._sweep_lock:
+            self._peers.add(peer)
         return self._library.batch_transfer_sync_write(peer, source, destination, nbytes)
 
     def _shut_down(self) -> None:

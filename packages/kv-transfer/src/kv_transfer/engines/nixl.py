@@ -14,6 +14,7 @@ import base64
 import binascii
 import dataclasses
 import importlib
+import logging
 import os
 import threading
 import uuid
@@ -42,6 +43,7 @@ _MODULES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
 _MEMORY = "DRAM"
 _SHORTEST, _LONGEST = 20e-6, 500e-6  # seconds between two questions after a transfer
 _PROGRESS_PAUSE = 1000  # µs that a progress thread without events sleeps at most
+_LOG = logging.getLogger(__name__)
 _OPEN: weakref.WeakSet[NixlEngine] = weakref.WeakSet()
 
 
@@ -107,6 +109,7 @@ class NixlEngine:
         self._peers: dict[str, str] = {}
         self._loaded: dict[str, _Metadata] = {}
         self._pending: set[_Handle] = set()
+        self._leaving: set[str] = set()
         self._lock = threading.RLock()
         self._closed = False
         self._nudge = threading.Event()
@@ -195,6 +198,14 @@ class NixlEngine:
                 if not handle.status.is_terminal:
                     self._let_go(handle, TransferStatus(TransferState.FAILED, "cancelled"))
 
+    def forget(self, peer: str) -> None:
+        """Removes the peer's agent, once no transfer to it is under way; see `ForgetsPeers.forget`."""
+        with self._lock:
+            name = self._peers.get(peer)
+            if name is not None and not self._closed:
+                self._leaving.add(name)
+                self._remove_leaving()
+
     def close(self) -> None:
         """Waits for running transfers that cannot be dropped, and releases agent and memory."""
         with self._lock:
@@ -236,6 +247,17 @@ class NixlEngine:
         except Exception as error:
             self._fail(handle, error)
 
+    def _remove_leaving(self) -> None:
+        busy = {self._peers.get(handle.peer) for handle in self._pending}
+        for name in self._leaving - busy:
+            self._leaving.discard(name)
+            self._peers = {peer: known for peer, known in self._peers.items() if known != name}
+            del self._loaded[name]
+            try:
+                self._agent.remove_remote_agent(name)
+            except Exception as error:  # the thread that asks after the transfers of others must not end by it
+                _LOG.warning("nixl keeps what it holds for peer %s: %s: %s", name, type(error).__name__, error)
+
     def _agent_of(self, peer: str) -> str:
         """The peer's agent, known by its newest metadata.
 
@@ -250,6 +272,7 @@ class NixlEngine:
                 self._agent.add_remote_agent(data)
                 self._loaded[name] = _Metadata(changes, data, stale=known is not None)
             self._peers[peer] = name
+        self._leaving.discard(name)
         loaded = self._loaded[name]
         if loaded.stale and not any(self._peers.get(handle.peer) == name for handle in self._pending):
             self._agent.remove_remote_agent(name)
@@ -277,6 +300,8 @@ class NixlEngine:
                     return
             handle.transfer = None
         self._pending.discard(handle)
+        if self._leaving:
+            self._remove_leaving()
         handle.settle(status)
 
     def _still_runs(self, handle: _Handle) -> bool:

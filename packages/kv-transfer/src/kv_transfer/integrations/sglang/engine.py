@@ -7,6 +7,7 @@ engine registers ranges, takes batches and has a session of its own form. It doe
 from __future__ import annotations
 
 import binascii
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.arguments import check_items, check_seconds, check_text, check_whole
-from kv_transfer.engine import Blocks, TransferEngine, TransferHandle, wait_batch
+from kv_transfer.engine import Blocks, TransferEngine, TransferHandle, forget_peer, wait_batch
 from kv_transfer.errors import ArgumentError, EngineError, TransferError, TransferFailed
 from kv_transfer.regions import register_buffers
 
@@ -238,6 +239,11 @@ class SessionEngine:
                 raise TransferFailed(status.error, consequence="the destination holds undefined bytes")
             moved += handle.nbytes
         return moved
+
+    def forget(self, session: str) -> None:
+        """Has the engine give back what it holds for a peer that is gone, where it holds something."""
+        with contextlib.suppress(EngineError):  # a peer of another engine was never written to
+            forget_peer(self.engine, session_of(session, self.engine.name))
 
     def close(self) -> None:
         """Ends the engine."""

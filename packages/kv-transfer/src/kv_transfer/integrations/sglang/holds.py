@@ -13,19 +13,20 @@ import dataclasses
 import logging
 import math
 import os
-import socket
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any, Final
 
 import zmq
 
 from kv_transfer.errors import ArgumentError
+from kv_transfer.gone import is_gone
 from kv_transfer.integrations._engine import engine_module
 from kv_transfer.integrations.sglang.drain import FAILED, SUCCESS, Drains
-from kv_transfer.integrations.sglang.rank import RELEASE
+from kv_transfer.integrations.sglang.rank import RELEASE, endpoint_of
 
-__all__ = ["HOLD", "HOLD_SECONDS", "Holds", "is_gone"]
+__all__ = ["HOLD", "HOLD_SECONDS", "Holds"]
 
 HOLD: Final = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
 HOLD_SECONDS: Final = f"{HOLD}_TIMEOUT"
@@ -34,7 +35,6 @@ _FIRST = 1.0
 _LONGEST = 5.0
 _TRUSTED = 2.0  # how long one look at an address serves all rooms
 _SAID = 30.0
-_CONNECT = 1.0
 logger = logging.getLogger(__name__)
 
 
@@ -87,6 +87,7 @@ class Holds(Drains):
         super()._begin()
         self._rooms: dict[int, _Room] = {}
         self._lives: dict[tuple[str, int], float] = {}
+        self._met: dict[str, set[tuple[str, int]]] = {}
         self._watcher: threading.Thread | None = None
         self._watcher_lock = threading.Lock()
 
@@ -114,7 +115,8 @@ class Holds(Drains):
 
     def watch(self, receiver: Any) -> None:
         """A receiver is about to tell prefill ranks its pages."""
-        self._rooms[receiver.bootstrap_room] = _Room(receiver)
+        room = self._rooms[receiver.bootstrap_room] = _Room(receiver)
+        self._met.setdefault(receiver.bootstrap_addr, set()).update(one.address for one in room.writers)
         with self._watcher_lock:
             if self._watcher is None:
                 self._watcher = threading.Thread(target=self._look_after, name="kv-transfer-sglang-holds", daemon=True)
@@ -150,7 +152,14 @@ class Holds(Drains):
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
         """SGLang's call when it frees the pages."""
         super().clear_deferred_abort_state(bootstrap_room)
-        self._rooms.pop(bootstrap_room, None)
+        room = self._rooms.pop(bootstrap_room, None)
+        if room is not None:
+            _disconnect(one.address for one in room.writers if one.dead_at is not None)
+
+    def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
+        """SGLang's call when an instance answers no heartbeat; it knows no sockets of ranks that a room failed with."""
+        super()._handle_node_failure(failed_bootstrap_addr)
+        _disconnect(self._met.pop(failed_bootstrap_addr, ()))
 
     def _answered(self, number: int, room: _Room) -> set[int]:
         """Ranks that are done with the room: by their acknowledgement, or before its end by their success."""
@@ -212,6 +221,13 @@ class Holds(Drains):
                 port.send_multipart(words.to_zmq(), zmq.NOBLOCK)
 
 
+def _disconnect(ranks: Iterable[tuple[str, int]]) -> None:
+    """Closes decode's sockets to prefill ranks; to one that lives, the next message opens one."""
+    links = engine_module("sglang.srt.disaggregation.common.conn", RELEASE).CommonKVReceiver
+    for address in ranks:
+        links.disconnect_endpoint(endpoint_of(address))
+
+
 def _ranks(receiver: Any) -> list[tuple[int, dict[str, Any]]]:
     """Prefill ranks by the numbers that they answer with, in the order in which SGLang's receivers look them up.
 
@@ -228,14 +244,3 @@ def _ranks(receiver: Any) -> list[tuple[int, dict[str, Any]]]:
     if len(numbers) != len(infos):
         numbers = [-1 - place for place in range(len(infos))]
     return list(zip(numbers, infos, strict=True))
-
-
-def is_gone(address: tuple[str, int]) -> bool:
-    """Whether a machine says that nobody listens at an address. Silence says nothing: a process may be stopped."""
-    try:
-        socket.create_connection(address, _CONNECT).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
-    return False

@@ -15,9 +15,15 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-__all__ = ["RELEASE", "Rank"]
+__all__ = ["RELEASE", "Rank", "endpoint_of"]
 
 RELEASE: Final = "SGLang 0.5.23"
+
+
+def endpoint_of(address: tuple[str, int]) -> str:
+    """What SGLang keeps its socket to a rank under; an IPv6 host has brackets."""
+    host, port = address
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 class Rank(_Base):  # type: ignore[misc]  # Any: SGLang's manager

@@ -15,12 +15,13 @@ from typing import Any, Final
 import kv_planner
 
 from kv_transfer.errors import TransferError
+from kv_transfer.gone import is_gone
 from kv_transfer.integrations._engine import engine_module
-from kv_transfer.integrations.sglang.holds import Holds, is_gone
+from kv_transfer.integrations.sglang.holds import Holds
 from kv_transfer.integrations.sglang.names import Name, own_names, refusal
 from kv_transfer.integrations.sglang.peer import Peer
 from kv_transfer.integrations.sglang.published import Published, decode
-from kv_transfer.integrations.sglang.rank import RELEASE
+from kv_transfer.integrations.sglang.rank import RELEASE, endpoint_of
 from kv_transfer.integrations.sglang.words import word
 
 __all__ = ["Registrations"]
@@ -39,6 +40,7 @@ class Registrations(Holds):
         self._said: dict[str, Published | TransferError] = {}
         self._refused: dict[str, str] = {}
         self._registering = ""
+        self._visiting = threading.Lock()
 
     def build_receiver_registration_message(self) -> list[bytes]:
         """SGLang's frames, and one with what they leave out.
@@ -98,9 +100,9 @@ class Registrations(Holds):
         """
         words = engine_module("sglang.srt.disaggregation.mooncake.conn", RELEASE)
         if message[0] == b"None":
-            session = words.KVArgsRegisterInfo.from_zmq(message[:_FRAMES]).mooncake_session_id
-            if self.failed_sessions:  # a machine that is off keeps silent for a second, and others register meanwhile
-                threading.Thread(target=self._forget_dead, name="kv-transfer-sglang-dead", daemon=True).start()
+            info = words.KVArgsRegisterInfo.from_zmq(message[:_FRAMES])
+            session = info.mooncake_session_id
+            self._drop_dead(session, (info.endpoint, info.dst_port))
             self._registering = session
             self._refused.pop(session, None)
             self._said.pop(session, None)
@@ -114,33 +116,51 @@ class Registrations(Holds):
             return None if self.answer_late(words.TransferInfo.from_zmq(message)) else message
         return message
 
-    def _forget_dead(self) -> None:
-        """Drop what is kept of decode ranks that died: SGLang keeps their sockets and registrations for good.
+    def _drop_dead(self, session: str, address: tuple[str, int]) -> None:
+        """A rank registers: of those that did before, forget the dead. SGLang keeps their sockets for good."""
+        with self.session_lock:
+            others = {one: info for one, info in self.decode_kv_args_table.items() if one != session}
+        for other, info in list(others.items()):
+            if (info.endpoint, info.dst_port) == address:  # which is another process's now
+                self._forget(other, others.pop(other))
+        if others and self._visiting.acquire(blocking=False):
+            # A machine that is off keeps silent for a second, and others register meanwhile.
+            threading.Thread(target=self._visit, args=(others,), name="kv-transfer-sglang-visit", daemon=True).start()
 
-        Only ranks to which a write failed are looked at; they are not served before they register again.
+    def _visit(self, others: dict[str, Any]) -> None:
+        try:
+            for session, info in others.items():
+                address = (info.endpoint, info.dst_port)
+                if is_gone(address) and self._forget(session, info):
+                    self._disconnect(endpoint_of(address))
+        finally:
+            self._visiting.release()
+
+    def _forget(self, session: str, info: Any) -> bool:
+        """Whether nothing of a registration is kept any more: it is, while a room needs it, or when there is a new one.
+
+        Its rooms fail at their next write, with the reason.
         """
         with self.session_lock:
-            found = {one: self.decode_kv_args_table.get(one) for one in self.failed_sessions}
-        for session, info in found.items():
-            if info is None or not is_gone((info.endpoint, info.dst_port)):
-                continue
-            with self.session_lock:
-                if self.decode_kv_args_table.get(session) is not info:
-                    continue
-                self.decode_kv_args_table.pop(session)
-                self._peers.pop(session, None)
-                self._said.pop(session, None)
-                self._unblacklist_session(session)
-            self._disconnect(info.endpoint, info.dst_port)
+            needed = any(session in room for room in list(self.transfer_infos.values()))
+            if needed or self.decode_kv_args_table.get(session) is not info:
+                return False
+            self.decode_kv_args_table.pop(session)
+            self.state_layout_rejections.pop(session, None)
+            self.state_strides_validated.discard(session)
+            self._unblacklist_session(session)
+        self._peers.pop(session, None)
+        self._said.pop(session, None)
+        self.engine.forget(session)
+        return True
 
-    def _disconnect(self, host: str, port: int) -> None:
-        for endpoint in (f"tcp://{host}:{port}", f"tcp://[{host}]:{port}"):
-            with self._socket_lock:
-                for links in (self._socket_cache, self._monitor_cache):
-                    link = links.pop(endpoint, None)
-                    if link is not None:
-                        link.close(linger=0)
-                self._socket_send_locks.pop(endpoint, None)
+    def _disconnect(self, endpoint: str) -> None:
+        with self._socket_lock:
+            for links in (self._socket_cache, self._monitor_cache):
+                link = links.pop(endpoint, None)
+                if link is not None:
+                    link.close(linger=0)
+            self._socket_send_locks.pop(endpoint, None)
 
     def _validate_peer_state_layout(self, registration_info: Any) -> tuple[bool, str | None]:
         """Compare a peer whole: (whether it was compared, why it is refused)."""
