@@ -79,6 +79,7 @@ EXEMPT = {
     "SessionEngine.move": "given the batches of a plan",
     "SessionEngine.send_probe": "always the same answer",
 }
+TEXTS = ("text", "empty text", "half a pair")
 MODULES = (kt, doctor, explain, machine, loopback, sglang)
 
 
@@ -146,7 +147,7 @@ class World:
             "dst_attn_tp_size": 1,
         }  # fmt: skip
         calls = {
-            "mooncake_session_id": ("text", "empty text", "half a pair"), "executor": ANY,
+            "mooncake_session_id": TEXTS, "executor": ANY,
             "prefill_kv_indices": ("-1", "0", "true", "2**64", *pages), "dst_kv_indices": ("-1", "0", "true", *pages),
             "dst_layer_ids": LISTED, "dst_tp_rank": ("0", "2**64"),
             "dst_kv_item_len": ("2**64",),
@@ -304,10 +305,12 @@ class World:
             }),
             "LoopbackEngine.unregister": Case(self.engine.unregister, {"address": 1}, says={"address": "re"}),
             "LoopbackEngine.submit": Case(
-                self.engine.submit, {"peer": "x", "batch": _Blocks()}, {"peer": ("text", "empty text", "half a pair")}
+                self.engine.submit, {"peer": "x", "batch": _Blocks()}, {"peer": TEXTS}
             ),
             "LoopbackEngine.poll": Case(self.engine.poll, {"handle": None}),
+            "LoopbackEngine.forget": Case(self.engine.forget, {"peer": "x"}, {"peer": TEXTS}),
             "LoopbackEngine.cancel": Case(self.engine.cancel, {"handle": None}),
+            "SessionEngine.forget": Case(self.manager.engine.forget, {"session": "x"}, {"session": TEXTS}),
             "SessionEngine.batch_register": Case(
                 self.manager.engine.batch_register, {"ptrs": [1], "lengths": [1]}, says={"lengths": "length"}
             ),

@@ -18,6 +18,7 @@ from transfer_scenarios import BIG, HASTY, SOURCES, Cluster, Process, Refused
 ATTEMPTS = 5
 ERRORS = {"PeerLost", "TransferAborted", "TransferFailed"}
 BOUND = 18.0  # seconds: silence of a peer, the engine's own time-out, and a busy machine
+LAZY = {"mooncake": 8, "nixl": 2}  # connections to two peers, which engines open as they see fit
 HOW = ("killed", "killed", "paused", "stopped and continued", "stopped and killed")
 
 
@@ -75,6 +76,24 @@ def random_fault(cluster: Cluster, dice: random.Random, room: int) -> str:
     return f"{'decode' if number == len(SOURCES) else 'prefill'} {how}"
 
 
+class Steady:
+    """What each process of a cluster holds, which is no more after many faults of its peers than after the first."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, dict[str, int]] = {}
+
+    def check(self, cluster: Cluster) -> None:
+        slack = LAZY.get(cluster.engine, 0)
+        for process in (*cluster.prefill, cluster.decode):
+            now = process.ok("held")
+            first = self._first.setdefault(process.popen.pid, now)
+            deadline = time.monotonic() + BOUND
+            while any(now[what] > first[what] + slack for what in first):
+                assert time.monotonic() < deadline, f"{now}, where {first} was held after the first fault"
+                time.sleep(0.1)
+                now = process.ok("held")
+
+
 def _replace(cluster: Cluster, number: int) -> None:
     if number == len(SOURCES):
         cluster.decode = cluster.start_decode(cluster.endpoint).up()
@@ -125,9 +144,10 @@ def _heal(cluster: Cluster) -> None:
 def main(engine: str, rounds: int, seed: int) -> None:
     dice = random.Random(seed)
     with contextlib.ExitStack() as keep:
-        cluster = Cluster(engine, keep, HASTY)
+        cluster, steady = Cluster(engine, keep, HASTY), Steady()
         for room in range(rounds):
             print(random_fault(cluster, dice, 10 * room), flush=True)
+            steady.check(cluster)
     print("as it should be", flush=True)
 
 

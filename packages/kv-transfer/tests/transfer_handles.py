@@ -164,7 +164,8 @@ def settle(here: Side, most: Held | None, fault: str) -> Held:
 
 
 def main(engines: list[str]) -> None:
-    FORKS.set_forkserver_preload(["transfer_node", "mooncake.engine", "nixl_cu12._api"])
+    libraries = ["mooncake.engine", "nixl_cu12._api"]
+    FORKS.set_forkserver_preload(["transfer_node", *libraries, *(f"kv_transfer.engines.{name}" for name in engines)])
     for engine in engines:
         for role in ("prefill", "decode") if engine == "loopback" else ("prefill",):  # readers hold nothing more
             print(f"{engine}: a {role} side that outlived its peers holds {outlives(role, engine)}", flush=True)

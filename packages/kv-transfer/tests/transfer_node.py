@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -57,6 +59,11 @@ class Node:
     def wipe(self, pages: list[int]) -> Answer:
         self.memory.wipe(pages)
         return {}
+
+    def held(self) -> Answer:
+        """Open files and sockets, threads, and maps of shared memory of this process."""
+        maps = Path("/proc/self/maps").read_text().count("/dev/shm/")
+        return {"files": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task")), "maps": maps}
 
 
 class Decode(Node):

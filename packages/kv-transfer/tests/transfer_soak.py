@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import transfer_strangers as strangers
 from test_transfer_messages import EXAMPLES
-from transfer_faults import random_fault
+from transfer_faults import Steady, random_fault
 from transfer_memory import RankMemory, make_layout, stages, whole
 from transfer_scenarios import HASTY, Cluster
 from transfer_schedules import run_schedules, run_words
@@ -145,18 +145,19 @@ def strange(count: int, seed: int) -> None:
 
 
 def faults(count: int, seed: int) -> None:
-    """SIGKILL and SIGSTOP of either side at random moments; the survivors serve on after each."""
+    """SIGKILL and SIGSTOP of either side at random moments; the survivors serve on after each, and hold no more."""
     dice = random.Random(seed)
     for engine in ENGINES:
         done: Counter[str] = Counter()
         share = -(-count // len(ENGINES))
         while sum(done.values()) < share:
             with contextlib.ExitStack() as keep:
-                cluster = Cluster(engine, keep, HASTY)
+                cluster, steady = Cluster(engine, keep, HASTY), Steady()
                 for room in range(min(10, share - sum(done.values()))):
                     what = random_fault(cluster, dice, 10 * room)
                     done[what] += 1
                     print(f"{engine}: {what}", flush=True)
+                    steady.check(cluster)
         told = ", ".join(f"{what} {times}" for what, times in sorted(done.items()))
         print(f"count: faults of processes at random moments on {engine} | {sum(done.values()):,}: {told}", flush=True)
 

@@ -335,7 +335,10 @@ class ForgetsPeers(Protocol):
         """Gives back what is held for a peer to which its caller writes no more; returns without waiting for it.
 
         Batches of others to that peer go on, and a later `submit` to it begins anew. Does nothing for a peer that is
-        not known. Raises nothing.
+        not known.
+
+        Raises:
+            ArgumentError: No text.
         """
 
 

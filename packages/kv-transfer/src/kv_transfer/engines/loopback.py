@@ -147,6 +147,7 @@ class LoopbackEngine:
 
     def forget(self, peer: str) -> None:
         """Unmaps a peer's memory; see `ForgetsPeers.forget`."""
+        check_kind("peer", peer, str)
         with self._lock:
             board = self._peers.pop(peer, None)
             if board is not None:

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, TypeAlias, cast, get_args
 
-from kv_transfer.arguments import check_period, check_text, check_word
+from kv_transfer.arguments import check_kind, check_period, check_text, check_word
 from kv_transfer.engine import EngineCapabilities
 from kv_transfer.engines.blocking import BlockingEngine, check_workers
 from kv_transfer.errors import EngineError, EngineUnavailable
@@ -181,6 +181,7 @@ class MooncakeEngine(BlockingEngine):
         as nobody listens at the peer's port, a byte is asked for over each. One that lives is looked at again when
         another peer is forgotten.
         """
+        check_kind("peer", peer, str)
         with self._sweep_lock:
             if self._leave.is_set() or peer not in self._peers:
                 return

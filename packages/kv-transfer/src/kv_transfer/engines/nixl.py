@@ -200,6 +200,7 @@ class NixlEngine:
 
     def forget(self, peer: str) -> None:
         """Removes the peer's agent, once no transfer to it is under way; see `ForgetsPeers.forget`."""
+        check_kind("peer", peer, str)
         with self._lock:
             name = self._peers.get(peer)
             if name is not None and not self._closed:
