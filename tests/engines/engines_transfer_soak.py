@@ -1,7 +1,7 @@
 """Many faults: `python engines_transfer_soak.py 100` stops and kills either side of SGLang's disaggregation so often.
 
-Each fault comes at a random moment of a request, and is followed by a request that arrives whole. Sockets, threads and
-rooms of the survivor are counted before and after. Run in the environment of the session `engines`.
+Each fault comes at a random moment of a request, and is followed by a request that arrives whole. Sockets and threads
+of the survivor are counted before and after. Run in the environment of the session `engines`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,13 @@ HOW = ("killed", "stopped and continued", "stopped and killed")
 
 def handles() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+def are_steady(before: tuple[int, int]) -> None:
+    """No more is held than with the first peer; engines open one to four connections to a peer as they see fit."""
+    after = handles()
+    print(f"sockets and threads: {before} before, {after} after", flush=True)
+    assert after[0] <= before[0] + 8 and after[1] <= before[1] + 1, (before, after)
 
 
 def ends_of(one: Any, seconds: float) -> None:
@@ -91,7 +98,7 @@ def decode_survives(nodes: Nodes, engine: str, count: int, dice: random.Random) 
             assert here is not None
             is_noticed(here, 30)
         assert here is not None
-        print(f"sockets and threads: {before} before, {handles()} after")
+        are_steady(before)
         here.cluster.close()
     return ends
 
@@ -124,7 +131,7 @@ def prefill_survives(nodes: Nodes, engine: str, count: int, dice: random.Random)
                         here.serve(peer, attempts=3)
                     else:
                         within(5, lambda: not peer.lives(), "the peer is dead")
-        print(f"sockets and threads: {before} before, {handles()} after")
+        are_steady(before)
         here.cluster.close()
     return ends
 

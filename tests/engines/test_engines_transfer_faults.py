@@ -19,6 +19,7 @@ from engines_transfer_fault_node import DELAY, Nodes
 from engines_transfer_queue import queued, within
 from engines_transfer_survivors import OPTIONS, Decode, Prefill
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
 MOMENTS = random.Random(9)
 pytestmark = pytest.mark.timeout(300)  # the other process imports SGLang first
@@ -49,6 +50,7 @@ def decode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, node
 def test_prefill_is_stopped_and_writes_late_and_is_killed(decode: Any) -> None:
     """SGLang frees the pages after 30 s; a writer that wakes later writes into another request."""
     start, rank = decode
+    before = set(CommonKVReceiver._socket_cache)
     with start() as peer:
         here = rank()
         here.serve(peer)
@@ -68,6 +70,7 @@ def test_prefill_is_stopped_and_writes_late_and_is_killed(decode: Any) -> None:
         peer.signal(signal.SIGKILL)
         assert "prefill rank 0 at 127.0.0.1" in (reason := here.fails(6)) and "gone" in reason
         here.frees(6)
+        assert set(CommonKVReceiver._socket_cache) <= before
     with start() as peer:
         here.serve(peer)
         assert len(here.manager.prefill_info_table) == 1
@@ -103,9 +106,11 @@ def test_decode_is_stopped_and_killed(prefill: Any) -> None:
         time.sleep(MOMENTS.uniform(0, 4 * DELAY))
         peer.signal(signal.SIGKILL)
         assert "write of" in here.fails(request, 20)
-    with start() as peer:
-        here.serve(peer)
-        manager = here.manager
-        within(5, lambda: not manager.failed_sessions, "the dead rank is forgotten")
-        assert len(manager.decode_kv_args_table) == len(manager._peers) == len(manager._said) == 1
+    manager = here.manager
+    for _ in range(2):  # one killed in a request, the next one idle
+        with start() as peer:
+            here.serve(peer)
+            within(5, lambda: len(manager.decode_kv_args_table) == 1, "the dead rank is forgotten")
+        assert not manager.failed_sessions
+        assert len(manager._peers) == len(manager._said) == 1
         assert len(manager._socket_cache) == len(manager._monitor_cache) == len(manager._socket_send_locks) == 1

@@ -9,6 +9,7 @@ import numpy as np
 from transfer_batches import batch, end, refused
 
 from kv_transfer import EngineError, RegionError, TransferState, create_engine
+from kv_transfer.engine import forget_peer
 
 MEGABYTES = 64
 
@@ -59,6 +60,13 @@ def main() -> None:
     assert end(writer, running) is None
     writer.cancel(running)
     assert writer.poll(running).state is TransferState.DONE
+
+    target[:] = 0
+    running = writer.submit(reader.session, batch((here, there, size - 4096)))
+    for peer in (reader.session, "127.0.0.1:9", "nobody"):  # one that lives, one that was never there, no address
+        forget_peer(writer, peer)
+    assert end(writer, running) is None
+    assert (target[: size - 4096] == source[: size - 4096]).all()
 
     reader.register(there, size - 4096)
     reader.unregister(there)

@@ -10,6 +10,7 @@ import numpy as np
 from transfer_batches import batch, end, refused
 
 from kv_transfer import EngineError, RegionError, create_engine
+from kv_transfer.engine import forget_peer
 
 MEGABYTES = 64
 
@@ -56,6 +57,15 @@ def main() -> None:
         assert end(writer, running) in (None, "cancelled")
         writer.cancel(running)
     assert end(writer, writer.submit(session, whole)) is None
+    assert (target[: size - 4096] == source[: size - 4096]).all()
+
+    target[:] = 0
+    for _ in range(3):  # a peer that lives is forgotten, under way or not: what runs ends, and the next begins anew
+        running = writer.submit(session, whole)
+        forget_peer(writer, session)
+        assert end(writer, running) is None
+        forget_peer(writer, session)
+        forget_peer(writer, "nobody")
     assert (target[: size - 4096] == source[: size - 4096]).all()
 
     reader.register(there, size - 4096)
