@@ -141,7 +141,6 @@ def test_pools_of_every_kind_take_what_was_planned() -> None:
         ([PoolShare("kv", layout())], {"device_bytes": 1000}, "not one page"),
         ([PoolShare("kv", layout()), PoolShare("d", layout("draft"), 0.5)], {}, "the target's 1.0"),
         ([PoolShare("kv", layout()), PoolShare("kv", layout("draft"))], {}, "distinct"),
-        ([PoolShare("kv", layout(), 0.0)], {}, "above 0"),
         ([PoolShare("s", layout(kind="request_row"), requests=3)], {}, "grows with the tokens"),
         ([PoolShare("kv", layout())], {"placements": ranks(pp=2)}, "layers of each"),
         ([PoolShare("kv", layout(), layer_ids=[[0], [1]])], {}, "layers of each"),

@@ -43,7 +43,7 @@ def size(
         if host_free:
             request["host_bytes"] = available_host_bytes()
         plan = plan_memory(**request)
-    except (KvPoolError, OSError) as error:
+    except (KvPoolError, OSError, UnicodeDecodeError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
     if as_json:

@@ -5,11 +5,11 @@ What an object of the right kind means is its user's; numbers and lists of ids a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import TypeVar
 
 from kv_pool.errors import KvPoolError
-from kv_pool.tables import INT64_MAX, whole_number
+from kv_pool.tables import INT64_MAX, shown, whole_number
 
 __all__ = ["check_call", "check_kind", "check_list", "check_mapping", "check_numbers"]
 
@@ -29,7 +29,7 @@ def check_kind(
     if not isinstance(value, kind):
         raise error(
             name,
-            given=_shown(value),
+            given=shown(value),
             expected=f"a {getattr(kind, '__name__', kind)}",  # a union has no name
             consequence=consequence,
             remedy=f"pass a {getattr(kind, '__name__', kind)}",
@@ -55,7 +55,7 @@ def check_call(name: str, value: object, error: type[KvPoolError]) -> None:
     if value is not None and not callable(value):
         raise error(
             name,
-            given=_shown(value),
+            given=shown(value),
             expected="a function, or None",
             consequence=_NOTHING,
             remedy="pass the function itself",
@@ -63,17 +63,17 @@ def check_call(name: str, value: object, error: type[KvPoolError]) -> None:
 
 
 def check_list(name: str, values: object, error: type[KvPoolError]) -> tuple[object, ...]:
-    """The items of `values`, which is no text.
+    """The items of `values`, which is no text, and no set, as that has no order.
 
     Raises:
         KvPoolError: It cannot be iterated over; of the class that was asked for.
     """
     try:
-        if not isinstance(values, str | bytes) and isinstance(values, Iterable):
+        if not isinstance(values, str | bytes | Set | Mapping) and isinstance(values, Iterable):
             return tuple(values)
     except TypeError:  # an array or tensor without a first axis
         pass
-    raise error(name, given=_shown(values), expected="a list", consequence=_NOTHING, remedy="pass a list of them")
+    raise error(name, given=shown(values), expected="a list", consequence=_NOTHING, remedy="pass a list of them")
 
 
 def check_numbers(name: str, values: object, error: type[KvPoolError]) -> tuple[int, ...]:
@@ -86,8 +86,3 @@ def check_numbers(name: str, values: object, error: type[KvPoolError]) -> tuple[
         whole_number(f"{name}[{place}]", value, most=INT64_MAX, error=error, consequence=_NOTHING)
         for place, value in enumerate(check_list(name, values, error))
     )
-
-
-def _shown(value: object) -> str:
-    """A value as a text of its kind that is never long."""
-    return f"{type(value).__name__} {value!r:.80}"

@@ -16,6 +16,7 @@ from kv_planner import BufferEntry
 
 from kv_pool._arguments import check_call, check_kind
 from kv_pool.errors import DeviceUnavailable, PoolSizeError, UnknownForm, UnknownLayer
+from kv_pool.tables import is_whole, shown
 
 if TYPE_CHECKING:
     from kv_planner import Component
@@ -78,11 +79,13 @@ class Buffer:
             UnknownLayer: This stage does not hold the component on that layer.
         """
         try:
-            return self.layers[self.geometry.layer_ids.index(layer_id)]
-        except (ValueError, RuntimeError):  # the latter from a tensor of several numbers
+            if is_whole(layer_id):  # True is equal to 1, and so is 1.0
+                return self.layers[self.geometry.layer_ids.index(layer_id)]
+            raise ValueError
+        except ValueError:
             raise UnknownLayer(
                 "layer_id",
-                given=layer_id,
+                given=shown(layer_id),
                 expected=f"one of {self.geometry.layer_ids} ({self.geometry.component} of part {self.geometry.part})",
                 consequence="the layer belongs to another stage, or does not own the component",
                 remedy="pass the global layer id of a layer that owns it here",
@@ -141,13 +144,14 @@ def allocate(
     """Allocate every component, each contiguous over its layers, inside `region`.
 
     Raises:
-        PoolSizeError: The region cannot be called, or `zero` is neither true nor false.
+        PoolSizeError: The region cannot be called, or returns no context, or `zero` is neither true nor false.
     """
     check_call("region", region, PoolSizeError)
     check_kind("zero", zero, bool, PoolSizeError)
     create = torch.zeros if zero else torch.empty
     buffers = []
-    with region() if region is not None else nullcontext():
+    made = nullcontext() if region is None else region()
+    with check_kind("region()", made, AbstractContextManager, PoolSizeError):  # type: ignore[type-abstract]
         for geometry in geometries:
             shape = (len(geometry.layer_ids), items, geometry.tokens, geometry.heads, geometry.dims)
             parent = create(shape, dtype=TORCH_DTYPES[geometry.dtype], device=device)

@@ -6,7 +6,7 @@ the checks themselves; those live beside what they protect.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = [
     "AgreementError",
@@ -47,6 +47,8 @@ __all__ = [
     "WriteError",
 ]
 
+_Error = TypeVar("_Error", bound="KvPoolError")
+
 
 class KvPoolError(Exception):
     """Base of every error that kv_pool raises.
@@ -65,12 +67,25 @@ class KvPoolError(Exception):
         self.expected = expected
         self.consequence = consequence
         self.remedy = remedy
-        super().__init__(f"{argument}: expected {expected}, got {given}; {consequence}; {remedy}")
+        super().__init__(f"{argument}: expected {expected}, got {_text(given)}; {consequence}; {remedy}")
+
+    def named(self: _Error, argument: str) -> _Error:
+        """The same error under another name: that of the caller's argument which was passed on."""
+        return type(self)(
+            argument, given=self.given, expected=self.expected, consequence=self.consequence, remedy=self.remedy
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Rebuild from the keyword values, so that an error survives a process boundary."""
-        values = (self.argument, str(self.given), str(self.expected), self.consequence, self.remedy)
+        values = (self.argument, _text(self.given), str(self.expected), self.consequence, self.remedy)
         return _rebuild, (type(self), *values)
+
+
+def _text(value: Any) -> str:
+    try:
+        return str(value)
+    except ValueError:  # an int of more digits than Python prints
+        return "a number of too many digits"
 
 
 def _rebuild(cls: type[KvPoolError], argument: str, given: str, expected: str, consequence: str, remedy: str) -> Any:

@@ -19,7 +19,7 @@ from kv_pool.allocator import PageAllocator
 from kv_pool.errors import ForeignPage, LayoutError, OutOfPages, PageError, RowMismatch, TableError
 from kv_pool.mha import MhaPool
 from kv_pool.page_map import PageMap
-from kv_pool.tables import IndexLike, IntArray, as_index_array, whole_number
+from kv_pool.tables import IndexLike, IntArray, as_index_array, is_whole, whole_number
 
 if TYPE_CHECKING:
     from kv_planner import ModelLayout
@@ -133,7 +133,10 @@ class WindowPages(PageMap):
         """Return the window slot of each full slot; slots of page 0 for those that have left, or are padding."""
         ids = as_index_array("slots", slots)
         size = self.full.page_size
-        return self.window_pages(ids // size) * size + ids % size
+        try:
+            return self.window_pages(ids // size) * size + ids % size
+        except ForeignPage as error:
+            raise error.named("pages of the slots") from None
 
     def window_table(self, table: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Return the block table of the window group for one of the full group.
@@ -244,10 +247,7 @@ class HybridPool:
         Raises:
             UnknownLayer: Neither does.
         """
-        try:
-            pool = self._group_of.get(layer_id, self.full)
-        except TypeError:  # a list, for example: no layer of the full group either
-            pool = self.full
+        pool = self._group_of.get(layer_id, self.full) if is_whole(layer_id) else self.full
         pool.key(layer_id, part)
         return pool
 

@@ -17,7 +17,7 @@ from kv_pool._geometry import derive_geometry, require_pair
 from kv_pool._paged import Pool, pages_of
 from kv_pool._rows import RowStore
 from kv_pool._storage import Form, Region, allocate, as_device
-from kv_pool.errors import LayoutError, RowMismatch, WidthMismatch
+from kv_pool.errors import LayoutError, RowMismatch, WidthMismatch, WriteError
 from kv_pool.tables import whole_number
 from kv_pool.writers import WriterName
 
@@ -175,11 +175,15 @@ class MlaPool(Pool):
                 remedy="pass what the layout declares",
             )
         check_kind(first, one, torch.Tensor, RowMismatch)
-        if two is None:
-            self._store.single(cache, slots, one)
-        else:
-            check_kind(second, two, torch.Tensor, RowMismatch)
-            self._store.pair(cache, self.view(second, layer_id, part), slots, one, two)
+        try:
+            if two is None:
+                self._store.single(cache, slots, one)
+            else:
+                check_kind(second, two, torch.Tensor, RowMismatch)
+                self._store.pair(cache, self.view(second, layer_id, part), slots, one, two)
+        except WriteError as error:  # of the writer, which knows rows, or keys and values
+            names = {"rows": first, "key": first, "first": first, "value": second, "second": second}
+            raise error.named(names.get(error.argument, error.argument)) from None
 
 
 def published(layout: ModelLayout, form: Form) -> ModelLayout:

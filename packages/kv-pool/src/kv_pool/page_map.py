@@ -8,11 +8,12 @@ nor which tokens a page holds.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from kv_pool._arguments import check_kind
 from kv_pool.allocator import PageAllocator
 from kv_pool.errors import ForeignPage, IntegrityError, PageError
-from kv_pool.tables import IndexLike, IntArray, as_index_array, whole_number
+from kv_pool.tables import IndexLike, IntArray, as_index_array, is_whole, whole_number
 
 __all__ = ["PageMap"]
 
@@ -83,8 +84,8 @@ class PageMap:
                 that is named; or lists of unequal lengths.
         """
         pages, own_pages = _pairs(pages=pages, own_pages=own_pages)
-        free = self._lead.holders(pages) == 0
-        foreign = (self._own.holders(own_pages) == 0) | np.isin(own_pages, self._map[self._map > 0])
+        free = _holders(self._lead, "pages", pages) == 0
+        foreign = (_holders(self._own, "own_pages", own_pages) == 0) | np.isin(own_pages, self._map[self._map > 0])
         wrong = free | (self._map[pages] > 0) | foreign
         if wrong.any() or np.unique(pages).size != pages.size or np.unique(own_pages).size != own_pages.size:
             raise ForeignPage(
@@ -107,8 +108,9 @@ class PageMap:
             ForeignPage: A page outside the leading group, one that is named twice, or lists of unequal lengths.
         """
         source, target = _pairs(source=source, target=target)
-        self._lead.holders(source)
-        moved = (self._map[source] > 0) & (self._map[target] == 0) & (self._lead.holders(target) > 0)
+        _holders(self._lead, "source", source)
+        held = _holders(self._lead, "target", target) > 0
+        moved = (self._map[source] > 0) & (self._map[target] == 0) & held
         self._map[target[moved]] = self._map[source[moved]]
         self._used[target[moved]] = self._used[source[moved]]
         self._map[source[moved]] = 0
@@ -153,7 +155,7 @@ class PageMap:
         Raises:
             PageError: No number of pages.
         """
-        if not isinstance(count, int | np.integer) or count > 0:  # below 0 where a caller has more room than it needs
+        if not is_whole(count) or count > 0:  # below 0 where a caller has more room than it needs
             count = whole_number("count", count, error=PageError, consequence="no page was dropped")
         named = self.named() if count > 0 else np.zeros(0, dtype=np.int64)
         idle = named[self._own.holders(self._map[named]) == 1]
@@ -191,10 +193,18 @@ class PageMap:
         self._own.release(own)
 
 
+def _holders(allocator: PageAllocator, name: str, pages: IntArray) -> npt.NDArray[np.int32]:
+    """Holders of the pages of the argument `name`."""
+    try:
+        return allocator.holders(pages)
+    except ForeignPage as error:
+        raise error.named(name) from None
+
+
 def _pairs(**lists: IndexLike) -> list[IntArray]:
     """Return lists of which each names a page once, and all as many as the others."""
     found = [as_index_array(name, pages, ForeignPage) for name, pages in lists.items()]
-    if any(np.unique(pages).size != found[0].size for pages in found):
+    if any(not pages.size == np.unique(pages).size == found[0].size for pages in found):
         raise ForeignPage(
             ", ".join(lists),
             given=[pages.tolist() for pages in found],

@@ -7,7 +7,7 @@ not allocate, and it does not measure what is free (see `host_memory`).
 from __future__ import annotations
 
 import json
-import math
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from kv_pool._arguments import check_kind, check_list, check_numbers
 from kv_pool._geometry import derive_geometry
 from kv_pool._storage import TORCH_DTYPES
 from kv_pool.errors import BudgetError, KvPoolError
-from kv_pool.tables import whole_number
+from kv_pool.tables import INT32_MAX, INT64_MAX, shown, whole_number
 
 if TYPE_CHECKING:
     from kv_planner import Component
@@ -29,6 +29,7 @@ __all__ = ["MemoryPlan", "PoolBudget", "PoolShare", "plan_memory", "request_from
 _HOLDS: tuple[Component, ...] = ("key", "value", "latent", "rope", "index_key", "index_scale", "state")
 _PIECE = 65536  # host memory is registered in pieces of this size
 _DRAFT = "draft"
+_MOST_SHARE = 1 << 32  # beside 2**63 bytes, and still exact enough as a float
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,18 @@ class PoolShare:
         check_kind("PoolShare.on_host", self.on_host, bool, BudgetError)
         if self.requests is not None:
             consequence = "no request would have a row"
-            whole_number("PoolShare.requests", self.requests, error=BudgetError, consequence=consequence)
+            whole_number(
+                "PoolShare.requests", self.requests, least=1, most=INT32_MAX - 1, error=BudgetError,
+                consequence=consequence,
+            )  # fmt: skip
         if self.layer_ids is not None:
             object.__setattr__(self, "layer_ids", check_list("PoolShare.layer_ids", self.layer_ids, BudgetError))
-        if isinstance(self.share, bool) or not isinstance(self.share, int | float) or not math.isfinite(self.share):
+        share: object = self.share
+        if isinstance(share, bool) or not isinstance(share, numbers.Real) or not 0 < share <= _MOST_SHARE:
             raise BudgetError(
                 "PoolShare.share",
-                given=f"{self.share!r:.80}",
-                expected="a finite number above 0",
+                given=shown(share),
+                expected=f"a number above 0, at most {_MOST_SHARE}",
                 consequence="it would be unknown how many tokens the pool holds",
                 remedy="give the tokens of this pool for one token of the plan",
             )
@@ -154,7 +159,8 @@ def plan_memory(
     budgets = list(
         check_numbers("device_bytes", device_bytes if several else [device_bytes] * len(placements), BudgetError)
     )
-    host_bytes = whole_number("host_bytes", host_bytes, error=BudgetError, consequence="no host pool could be planned")
+    consequence = "no host pool could be planned"
+    host_bytes = whole_number("host_bytes", host_bytes, most=INT64_MAX, error=BudgetError, consequence=consequence)
     _check(pools, placements, budgets)
     sizes = [[_item_bytes(pool, placement) for pool in pools] for placement in placements]
     rooms = [_most_pages(pools, row, budget) for row, budget in zip(sizes, budgets, strict=True)]
@@ -232,8 +238,6 @@ def _check(pools: Sequence[PoolShare], placements: Sequence[Placement], budgets:
     ]  # fmt: skip
     for pool in pools:
         rules += [
-            (f"{pool.name}.share", pool.share, "above 0", pool.share > 0),
-            (f"{pool.name}.requests", pool.requests, "None, or at least 1", pool.requests is None or pool.requests > 0),
             (
                 f"{pool.name}.layer_ids",
                 None if pool.layer_ids is None else len(pool.layer_ids),
@@ -292,7 +296,7 @@ def request_from_json(text: str) -> dict[str, Any]:
         sizes = budget if isinstance(budget, list) else [budget]
         if not all(type(size) is int and size >= 0 for size in (*sizes, data.get("host_bytes", 0))):
             raise ValueError("bytes are whole numbers")
-    except (ValueError, KeyError, TypeError, AttributeError, PlanError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, PlanError) as error:
         if isinstance(error, KvPoolError):
             raise
         raise BudgetError(

@@ -118,11 +118,14 @@ class SlotAllocator:
         """
         ids = as_index_array("slots", slots, PageError)
         pages = np.unique(ids // self._size)
-        if self._group is None:
-            self._pages.release(pages)
-            return
+        try:
+            if self._group is None:
+                self._pages.release(pages)
+                return
+            free = pages[self._pages.holders(pages) == 0]
+        except PageError as error:
+            raise error.named("pages of the slots") from None
         twice = np.intersect1d(pages, np.concatenate([np.zeros(0, np.int64), *self._group]))
-        free = pages[self._pages.holders(pages) == 0]
         if twice.size or free.size:
             raise DoubleFree(
                 "slots",

@@ -16,7 +16,7 @@ from kv_pool._arguments import check_kind, check_mapping, check_numbers
 from kv_pool._geometry import derive_geometry
 from kv_pool._paged import Pool
 from kv_pool._storage import Region, allocate, as_device
-from kv_pool.errors import LayoutError, PoolSizeError, RowMismatch, UnknownLayer
+from kv_pool.errors import LayoutError, PoolSizeError, RowMismatch, UnknownLayer, WriteError
 from kv_pool.tables import INT32_MAX, whole_number
 from kv_pool.writers import WriterName, create_writer
 from kv_pool.writers._checks import check_rows
@@ -163,7 +163,10 @@ class StatePool:
         check_kind("states", states, torch.Tensor, RowMismatch)
         if shape and states.ndim > 1 and tuple(states.shape[2:]) == shape:
             states = states.flatten(2)
-        self._writer.write_rows(cache, rows, states)
+        try:
+            self._writer.write_rows(cache, rows, states)
+        except WriteError as error:  # of the writer, whose rows are states, and slots the rows
+            raise error.named({"rows": "states", "slots": "rows"}.get(error.argument, error.argument)) from None
 
     def clear(self, rows: torch.Tensor) -> None:
         """Zero rows of every kind, layer and part, before their first use by a request.

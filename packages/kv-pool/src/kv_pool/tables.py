@@ -6,16 +6,17 @@ request's list, and padding is always 0. It does not own pages (see `allocator`)
 
 from __future__ import annotations
 
+import numbers
 import operator
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 from kv_pool.errors import KvPoolError, SlotOutOfRange, TableError
 
-__all__ = ["as_index_array", "block_table", "narrow_slots", "slots_for", "whole_number"]
+__all__ = ["as_index_array", "block_table", "is_whole", "narrow_slots", "shown", "slots_for", "whole_number"]
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 IndexLike: TypeAlias = "npt.NDArray[Any] | Sequence[int]"
@@ -39,8 +40,14 @@ def as_index_array(name: str, values: IndexLike, error: type[TableError] | Any =
     """
     try:
         array = np.asarray(values)
-    except ValueError:  # lists of unequal lengths
-        array = np.asarray(values, dtype=object)
+    except (ValueError, TypeError, RuntimeError) as reason:  # lists of unequal lengths, tensors of a device
+        raise error(
+            name,
+            given=f"{shown(values)} ({str(reason).partition('. ')[0]})",
+            expected="a 1-D integer array",
+            consequence="ids that the host cannot read name no page",
+            remedy="pass int32 or int64 ids in host memory",
+        ) from None
     if array.size == 0 and array.ndim == 1 and not isinstance(values, np.ndarray):
         return np.zeros(0, dtype=np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -62,6 +69,20 @@ def as_index_array(name: str, values: IndexLike, error: type[TableError] | Any =
     return array.astype(np.int64, copy=False)
 
 
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether `value` is an int, of Python or of NumPy; bools, floats, arrays and tensors are none."""
+    return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
+
+
+def shown(value: object) -> str:
+    """A value as a text of its kind that is never long, for an error; of an int that is too long, the kind."""
+    try:
+        text = f"{value!r:.80}"
+    except ValueError:  # an int of more digits than Python prints
+        return type(value).__name__
+    return text if isinstance(value, int | float | None) else f"{type(value).__name__} {text}"
+
+
 def whole_number(
     name: str,
     value: object,
@@ -71,19 +92,16 @@ def whole_number(
     error: type[KvPoolError] = TableError,
     consequence: str,
 ) -> int:
-    """Return `value` as an int, refusing fractions, NaN, bools, anything below `least` and above `most`.
+    """Return `value` as an int, refusing fractions, NaN, bools, tensors, anything below `least` and above `most`.
 
     Raises:
         TableError: As said, or the `error` that was asked for.
     """
-    try:
-        number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
+    number = operator.index(value) if is_whole(value) else None
     if number is None or number < least or (most is not None and number > most):
         raise error(
             name,
-            given=f"{value!r:.80}",
+            given=shown(value),
             expected=f"a whole number of at least {least}{'' if most is None else f' and at most {most}'}",
             consequence=consequence,
             remedy="pass an int",
