@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
@@ -77,7 +78,7 @@ def test_other_processes_ask_over_a_socket() -> None:
         client = kt.DirectoryClient(server.endpoint, secret="a secret of sixteen")
         receiver = kt.Member(side="decode", place=kt.Place(), endpoint="tcp://127.0.0.1:4000", serves=1)
         number = client.register(receiver)
-        assert client.members("decode") == (receiver.model_copy(update={"generation": number}),)
+        assert client.members("decode") == (dataclasses.replace(receiver, generation=number),)
         assert client.members("decode") == server.directory.members("decode")
         assert client.is_whole("decode") and not client.is_whole("decode", 1) and not client.is_whole("prefill")
         assert client.renew(number) and not client.renew(number + 1)

@@ -13,7 +13,6 @@ from typing import Any
 
 import kv_planner as kp
 import numpy as np
-import pydantic
 import pytest
 from kv_planner.testing.odd_values import (
     ANY,
@@ -362,7 +361,7 @@ def test_odd_values_are_refused_by_name_and_change_nothing(world: World) -> None
     for sending in (world.sending, world.sending_2):
         sending.send([5, 6], start=0)  # so that `finish` has nothing else to refuse
     threads = threading.active_count()
-    assert wrongs(world.cases(), (*TYPED, pydantic.ValidationError)) == []
+    assert wrongs(world.cases(), TYPED) == []
     assert eventually(lambda: threading.active_count() == threads)
     assert (len(world.engine._regions), world.directory.members("prefill")) == (0, ())
     for sending, session in ((world.sending, world.session), (world.sending_2, world.session_2)):

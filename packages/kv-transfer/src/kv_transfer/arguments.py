@@ -6,6 +6,7 @@ Checks kinds and ranges; what a number means is its user's.
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 import threading
 from collections.abc import Iterable, Sequence
@@ -32,21 +33,21 @@ _Word = TypeVar("_Word", bound=str)
 _LAST_PORT: Final = 65_535
 _LONGEST: Final = math.floor(threading.TIMEOUT_MAX)  # seconds; a thread cannot sleep longer
 _MOST: Final = 2**63 - 1
+_LONGEST_TEXT: Final = 65_536
+_SHOWN: Final = 200  # characters of a value in an error
 
 
 def check_whole(name: str, value: object, most: int = _MOST, *, least: int = 0) -> int:
-    """The whole number `value`, from `least` to `most`; NumPy integers are some, bools and floats are none.
+    """The whole number `value`, from `least` to `most`; NumPy integers are some, bools, floats and tensors are none.
 
     Raises:
         ArgumentError: It is none, or out of range.
     """
-    try:
-        number = least - 1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = least - 1
+    is_whole = type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
+    number = operator.index(value) if is_whole else least - 1  # type: ignore[arg-type]
     if not least <= number <= most:
         raise ArgumentError(
-            f"{name}: expected a whole number from {least} to {most}, got {value!r:.200}",
+            f"{name}: expected a whole number from {least} to {most}, got {_told(value)}",
             local=_shown(value),
             consequence="nothing was done",
             remedy="pass an int in this range",
@@ -70,10 +71,11 @@ def check_seconds(name: str, value: float) -> float:
     Raises:
         ArgumentError: It is none, NaN, infinite, negative or longer.
     """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    given: object = value  # mypy takes a float for no Real
+    is_number = isinstance(given, numbers.Real) and not isinstance(given, bool)
     if not is_number or not 0 <= value <= _LONGEST:
         raise ArgumentError(
-            f"{name}: expected a finite number of seconds from 0 on, at most {_LONGEST}, got {value!r:.200}",
+            f"{name}: expected a finite number of seconds from 0 on, at most {_LONGEST}, got {_told(value)}",
             local=_shown(value),
             consequence="what waits for it would never end, or end at once",
             remedy="pass a number of seconds, or None for the default",
@@ -102,7 +104,7 @@ def check_endpoint(value: str) -> str:
     if transport not in ("tcp", "ipc", "inproc") or not address or not reachable:
         raise ArgumentError(
             f"endpoint: expected an address such as tcp://10.0.0.1:5000, with a port from 1 to {_LAST_PORT}, "
-            f"got {value!r:.200}",
+            f"got {_told(value)}",
             local=_shown(value),
             consequence="nobody could be reached",
             remedy="pass Receiver.endpoint",
@@ -118,7 +120,7 @@ def check_period(name: str, value: float) -> float:
     """
     if check_seconds(name, value) == 0:
         raise ArgumentError(
-            f"{name}: expected seconds above 0, got {value!r}",
+            f"{name}: expected seconds above 0, got {_told(value)}",
             local=value,
             consequence="it would be over at once, or a thread would run without a pause",
             remedy="pass a second or so",
@@ -135,7 +137,7 @@ def check_listening(value: str) -> str:
     port = value.rpartition(":")[2] if _is_plain(value) else ""
     if not _is_plain(value) or (value.startswith("tcp://") and port.isdecimal() and int(port) > _LAST_PORT):
         raise ArgumentError(
-            f"bind: expected an address such as tcp://127.0.0.1:0 with a port up to {_LAST_PORT}, got {value!r:.200}",
+            f"bind: expected an address such as tcp://127.0.0.1:0 with a port up to {_LAST_PORT}, got {_told(value)}",
             local=_shown(value),
             consequence="no peer could connect",
             remedy="use another port, or 0 for a free one",
@@ -151,7 +153,7 @@ def check_kind(name: str, value: _Value, kind: type[_Value]) -> _Value:
     """
     if not isinstance(value, kind) or isinstance(value, type):
         raise ArgumentError(
-            f"{name}: expected {kind.__name__}, got {value!r:.200}",
+            f"{name}: expected {kind.__name__}, got {_told(value)}",
             local=type(value).__name__,
             consequence="nothing was done",
             remedy=f"pass a {kind.__name__}",
@@ -171,25 +173,25 @@ def check_items(name: str, value: Iterable[_Value]) -> tuple[_Value, ...]:
         return tuple(value)
     except TypeError:
         raise ArgumentError(
-            f"{name}: expected a list, got {value!r:.200}",
+            f"{name}: expected a list, got {_told(value)}",
             local=type(value).__name__,
             consequence="nothing was done",
             remedy="pass a list, also for one item",
         ) from None
 
 
-def check_text(name: str, value: object) -> str:
-    """The text `value`: printable characters, at least one.
+def check_text(name: str, value: object, longest: int = _LONGEST_TEXT) -> str:
+    """The text `value`: printable characters, from 1 to `longest`.
 
     Raises:
-        ArgumentError: It is no text, empty, or holds what no address, name or message can hold.
+        ArgumentError: It is no text, empty, too long, or holds what no address, name or message can hold.
     """
-    if not _is_plain(value):
+    if not _is_plain(value) or len(str(value)) > longest:
         raise ArgumentError(
-            f"{name}: expected a text of printable characters, got {value!r:.200}",
+            f"{name}: expected a text of 1 to {longest} printable characters, got {_told(value)}",
             local=_shown(value),
             consequence="nothing was done",
-            remedy="pass a str that is not empty",
+            remedy="pass a str of this length",
         )
     return str(value)
 
@@ -202,7 +204,7 @@ def check_word(name: str, value: _Word, words: Sequence[str]) -> _Word:
     """
     if not isinstance(value, str) or value not in words:
         raise ArgumentError(
-            f"{name}: expected one of {list(words)}, got {value!r:.200}",
+            f"{name}: expected one of {list(words)}, got {_told(value)}",
             local=_shown(value),
             consequence="nothing was done",
             remedy="pass one of these words",
@@ -215,5 +217,13 @@ def _is_plain(value: object) -> bool:
 
 
 def _shown(value: object) -> object:
-    """What an error keeps of a value: numbers and texts as they are, of everything else the kind."""
-    return value if isinstance(value, str | int | float | None) else type(value).__name__
+    """What an error keeps of a value: numbers and the beginning of texts, of everything else the kind."""
+    if isinstance(value, str):
+        return value[:_SHOWN]
+    is_short = isinstance(value, float | None) or (isinstance(value, int) and abs(value) <= 2**128)
+    return value if is_short else type(value).__name__
+
+
+def _told(value: object) -> str:
+    """A value as a text that is never long; Python prints no int of thousands of digits."""
+    return f"{value!r:.{_SHOWN}}" if not isinstance(value, int) or abs(value) <= 2**128 else "a number of many digits"

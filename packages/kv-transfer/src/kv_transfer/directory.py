@@ -6,43 +6,60 @@ often it registers, and a word of an older generation changes nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Literal, get_args
+from typing import ClassVar, Final, Literal, get_args
 
 import kv_planner
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict
 
-from kv_transfer.arguments import check_kind, check_period, check_whole, check_word
+from kv_transfer.arguments import check_items, check_kind, check_period, check_text, check_whole, check_word
 from kv_transfer.errors import ArgumentError
 from kv_transfer.handshake import Rank
 
 __all__ = ["Directory", "Member", "Place", "Side", "check_member", "check_side", "is_whole"]
 
+_WIRE: Final = ConfigDict(extra="forbid", strict=True)  # as part of a message of `directory_service`
+_MOST_RANKS: Final = 1 << 20
+_LONGEST_ENDPOINT: Final = 1024
+
 Side = Literal["prefill", "decode"]
 """Which side of the transfer a rank is on."""
 
 
-class Place(BaseModel):
-    """A rank and the sizes of its side; the fields of `kv_planner.Placement`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """A rank and the sizes of its side; the fields of `kv_planner.Placement`.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    Raises:
+        ArgumentError: A rank or size is no whole number, or above 2**20.
+    """
 
-    dp_rank: int = Field(default=0, ge=0, lt=1 << 20)
-    dp_size: int = Field(default=1, ge=1, le=1 << 20)
-    pp_rank: int = Field(default=0, ge=0, lt=1 << 20)
-    pp_size: int = Field(default=1, ge=1, le=1 << 20)
-    dcp_rank: int = Field(default=0, ge=0, lt=1 << 20)
-    dcp_size: int = Field(default=1, ge=1, le=1 << 20)
-    tp_rank: int = Field(default=0, ge=0, lt=1 << 20)
-    tp_size: int = Field(default=1, ge=1, le=1 << 20)
+    __pydantic_config__: ClassVar[ConfigDict] = _WIRE
+
+    dp_rank: int = 0
+    dp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    dcp_rank: int = 0
+    dcp_size: int = 1
+    tp_rank: int = 0
+    tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        """Checks."""
+        for field in dataclasses.fields(self):
+            least = int(field.name.endswith("size"))
+            number = check_whole(field.name, getattr(self, field.name), _MOST_RANKS, least=least)
+            object.__setattr__(self, field.name, number)
 
     @classmethod
     def of(cls, placement: kv_planner.Placement) -> Place:
         """A planner's placement."""
         check_kind("placement", placement, kv_planner.Placement)
-        return cls(**{name: getattr(placement, name) for name in cls.model_fields})
+        return cls(**{field.name: getattr(placement, field.name) for field in dataclasses.fields(cls)})
 
     @property
     def rank(self) -> Rank:
@@ -66,7 +83,8 @@ class Place(BaseModel):
         return all(rank < size for rank, size in zip(ranks, self.sizes, strict=True))
 
 
-class Member(BaseModel):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Member:
     """One rank that is there.
 
     Attributes:
@@ -76,15 +94,27 @@ class Member(BaseModel):
         serves: Data-parallel group of the other side that it serves, as `Receiver(prefill_dp_rank=...)`.
         generation: Counts registrations of the whole directory: a restarted rank has a higher one, also after a restart
             of the directory.
+
+    Raises:
+        ArgumentError: One of them is of another kind, or out of range.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    __pydantic_config__: ClassVar[ConfigDict] = _WIRE
 
     side: Side
     place: Place
-    endpoint: str = Field(default="", max_length=1024)
-    serves: int = Field(default=0, ge=0, lt=1 << 20)
-    generation: int = Field(default=0, ge=0)
+    endpoint: str = ""
+    serves: int = 0
+    generation: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks."""
+        check_side(self.side)
+        check_kind("place", self.place, Place)
+        if check_kind("endpoint", self.endpoint, str):
+            check_text("endpoint", self.endpoint, _LONGEST_ENDPOINT)
+        object.__setattr__(self, "serves", check_whole("serves", self.serves, _MOST_RANKS))
+        object.__setattr__(self, "generation", check_whole("generation", self.generation))
 
 
 def check_side(side: Side) -> Side:
@@ -113,9 +143,14 @@ def check_member(member: Member) -> Member:
 
 
 def is_whole(members: Iterable[Member], dp_rank: int) -> bool:
-    """Whether all distinct ranks of a data-parallel group are among the members of one side."""
+    """Whether all distinct ranks of a data-parallel group are among the members of one side.
+
+    Raises:
+        ArgumentError: No members, or no rank.
+    """
     dp_rank = check_whole("dp_rank", dp_rank)
-    group = [member.place for member in members if member.place.dp_rank == dp_rank]
+    places = [check_kind("members", member, Member).place for member in check_items("members", members)]
+    group = [place for place in places if place.dp_rank == dp_rank]
     return bool(group) and len({place.rank for place in group}) == group[0].group_size
 
 
@@ -164,7 +199,7 @@ class Directory:
                 )
             self._generation += 1
             key = (member.side, member.place.rank, member.serves)
-            known = member.model_copy(update={"generation": self._generation})
+            known = dataclasses.replace(member, generation=self._generation)
             self._members[key] = (known, self._clock() + self._lifetime)
             return self._generation
 
