@@ -5,13 +5,22 @@ What an object of the right kind means is its user's; numbers and lists of ids a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TypeVar
 
 from kv_pool.errors import KvPoolError
 from kv_pool.tables import INT64_MAX, shown, whole_number
 
-__all__ = ["check_call", "check_kind", "check_list", "check_mapping", "check_numbers"]
+__all__ = [
+    "check_all",
+    "check_call",
+    "check_kind",
+    "check_list",
+    "check_mapping",
+    "check_numbers",
+    "check_optional",
+    "check_word",
+]
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -21,12 +30,12 @@ _NOTHING = "nothing was made or written"
 def check_kind(
     name: str, value: object, kind: type[_Value], error: type[KvPoolError], *, consequence: str = _NOTHING
 ) -> _Value:
-    """The object `value`, a `kind`.
+    """The object `value`, a `kind`; also where that is a protocol that can be asked at run time.
 
     Raises:
-        KvPoolError: It is none; of the class that was asked for.
+        KvPoolError: It is none, or a class where an object of it is meant; of the class that was asked for.
     """
-    if not isinstance(value, kind):
+    if not isinstance(value, kind) or isinstance(value, type):
         raise error(
             name,
             given=shown(value),
@@ -35,6 +44,31 @@ def check_kind(
             remedy=f"pass a {getattr(kind, '__name__', kind)}",
         )
     return value
+
+
+def check_optional(name: str, value: _Value | None, kind: type[_Value], error: type[KvPoolError]) -> _Value | None:
+    """The object `value`, a `kind` or None.
+
+    Raises:
+        KvPoolError: It is neither; of the class that was asked for.
+    """
+    return None if value is None else check_kind(name, value, kind, error)
+
+
+def check_word(name: str, value: object, words: Sequence[str], error: type[KvPoolError]) -> None:
+    """Refuses what is none of `words`.
+
+    Raises:
+        KvPoolError: It is none; of the class that was asked for.
+    """
+    if not isinstance(value, str) or value not in words:
+        raise error(
+            name,
+            given=shown(value),
+            expected=f"one of {list(words)}",
+            consequence=_NOTHING,
+            remedy="pass one of these words",
+        )
 
 
 def check_mapping(name: str, value: Mapping[_Key, _Value], error: type[KvPoolError]) -> Mapping[_Key, _Value]:
@@ -74,6 +108,16 @@ def check_list(name: str, values: object, error: type[KvPoolError]) -> tuple[obj
     except TypeError:  # an array or tensor without a first axis
         pass
     raise error(name, given=shown(values), expected="a list", consequence=_NOTHING, remedy="pass a list of them")
+
+
+def check_all(name: str, values: object, kind: type[_Value], error: type[KvPoolError]) -> tuple[_Value, ...]:
+    """The items of `values`, each a `kind`.
+
+    Raises:
+        KvPoolError: It is no list, or one of them is none; of the class that was asked for.
+    """
+    items = check_list(name, values, error)
+    return tuple(check_kind(f"{name}[{place}]", item, kind, error) for place, item in enumerate(items))
 
 
 def check_numbers(name: str, values: object, error: type[KvPoolError]) -> tuple[int, ...]:

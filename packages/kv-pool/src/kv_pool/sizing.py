@@ -69,8 +69,9 @@ class PoolShare:
             )  # fmt: skip
         if self.layer_ids is not None:
             object.__setattr__(self, "layer_ids", check_list("PoolShare.layer_ids", self.layer_ids, BudgetError))
-        share: object = self.share
-        if isinstance(share, bool) or not isinstance(share, numbers.Real) or not 0 < share <= _MOST_SHARE:
+        share: Any = self.share
+        is_number = isinstance(share, numbers.Real) and not isinstance(share, bool)
+        if not is_number or not 0 < share <= _MOST_SHARE:
             raise BudgetError(
                 "PoolShare.share",
                 given=shown(share),

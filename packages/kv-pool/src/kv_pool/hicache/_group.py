@@ -15,6 +15,7 @@ from kv_pool.errors import CacheError, HostPoolError, UnknownLayer
 from kv_pool.hicache._member import Member
 from kv_pool.hicache._share import Share
 from kv_pool.hicache.movers import create_mover
+from kv_pool.tables import is_whole, shown
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -84,11 +85,12 @@ class Group:
                     consequence="pages of the companion would follow those of another cache",
                     remedy="make a map from this cache's allocator for each companion, and give each its own name",
                 )
+        movers = [[create_mover(mover, own) for own in companion.hosts] for companion in companions]
         self._members = [
             Member(
                 companion,
                 host.allocator,
-                [create_mover(mover, own) for own in companion.hosts],
+                own_movers,
                 streams,
                 index,
                 poison=poison,
@@ -96,7 +98,7 @@ class Group:
                 limits=limits,
                 backed_up=storage.back_up if storage is not None else None,
             )
-            for companion in companions
+            for companion, own_movers in zip(companions, movers, strict=True)
         ]
         if storage is not None:
             storage.attach(self._members)
@@ -123,11 +125,11 @@ class Group:
             CacheError: There is none.
         """
         for member in self._members:
-            if member.companion.name == name:
+            if isinstance(name, str) and member.companion.name == name:
                 return member
         raise CacheError(
             "companion",
-            given=name,
+            given=shown(name),
             expected=f"one of {[member.companion.name for member in self._members]}",
             consequence="there are no such pages",
             remedy="declare it at construction",
@@ -239,10 +241,10 @@ class Group:
             UnknownLayer: It lies neither in the cache's own pool nor with a companion.
             Exception: What a mover or the device has said of one of the loads.
         """
-        if layer_id not in self._layers:
+        if not is_whole(layer_id) or layer_id not in self._layers:
             raise UnknownLayer(
                 "layer_id",
-                given=layer_id,
+                given=shown(layer_id),
                 expected=f"one of {sorted(self._layers)}",
                 consequence="the wait would be for nothing",
                 remedy="pass the global layer id of a layer held here",

@@ -5,21 +5,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import numpy as np
+from kv_planner import PrefixIndex
 
-from kv_pool.errors import CacheError, HostPoolError
+from kv_pool._arguments import check_all, check_kind, check_optional, check_word
+from kv_pool.allocator import PageAllocator
+from kv_pool.errors import CacheError, HostPoolError, UnsupportedMover
+from kv_pool.hicache._inflight import CopyLimits
+from kv_pool.hicache.canary import Canary
+from kv_pool.hicache.companion import Companion
+from kv_pool.hicache.host_pool import HostPool, MirroredPool
+from kv_pool.hicache.movers import Mover
+from kv_pool.hicache.storage import StorageTier
+from kv_pool.hicache.streams import Streams
 from kv_pool.tables import as_index_array, whole_number
 
 if TYPE_CHECKING:
-    from kv_planner import PrefixIndex
+    from collections.abc import Sequence
 
-    from kv_pool.allocator import PageAllocator
     from kv_pool.hicache.acquired import Acquired
-    from kv_pool.hicache.canary import Canary
-    from kv_pool.hicache.host_pool import HostPool, MirroredPool
-    from kv_pool.hicache.storage import StorageTier
     from kv_pool.tables import IndexLike, IntArray
 
-__all__ = ["WritePolicy", "check_parts", "check_progress", "check_prompt", "check_text", "no_storage"]
+__all__ = ["WritePolicy", "check_options", "check_parts", "check_progress", "check_prompt", "check_text", "no_storage"]
 
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
 
@@ -38,6 +44,13 @@ def check_parts(
     Raises:
         HostPoolError: They do not, one of them is in use already, or the policy does not exist.
     """
+    check_kind("pool", pool, MirroredPool, HostPoolError)  # type: ignore[type-abstract]
+    check_kind("allocator", allocator, PageAllocator, HostPoolError)
+    check_kind("host", host, HostPool, HostPoolError)
+    check_kind("index", index, PrefixIndex, HostPoolError)
+    check_word("policy", policy, get_args(WritePolicy), HostPoolError)
+    check_optional("storage", storage, StorageTier, HostPoolError)
+    check_optional("canary", canary, Canary, HostPoolError)
     rules: list[tuple[str, object, object]] = [
         ("host.pool", host.pool is pool, True),
         ("allocator.num_pages", allocator.num_pages, pool.num_pages),
@@ -47,7 +60,6 @@ def check_parts(
         ("index.device_pages", index.device_pages, pool.num_pages),
         ("index.host_pages", index.host_pages, host.num_pages),
         ("index.counts().nodes", index.counts().nodes, 0),
-        ("policy", policy in get_args(WritePolicy) or policy, True),
     ]
     if storage is not None:
         rules += [("storage.host", storage.host is host, True), ("storage.index", storage.index is index, True)]
@@ -59,10 +71,31 @@ def check_parts(
             raise HostPoolError(
                 argument,
                 given=given,
-                expected=expected if argument != "policy" else f"one of {list(get_args(WritePolicy))}",
+                expected=expected,
                 consequence="pages of the cache would be those of somebody else, or of no pool",
                 remedy="make pool, allocator, host pool and index for one another, and use each for one cache",
             )
+
+
+def check_options(
+    mover: Mover | str | None,
+    streams: Streams | None,
+    poison: bool,
+    limits: CopyLimits | None,
+    companions: Sequence[Companion],
+) -> tuple[Companion, ...]:
+    """Refuse options of another kind; returns the companions.
+
+    Raises:
+        HostPoolError: As said.
+        UnsupportedMover: Neither a mover nor the name of one.
+    """
+    if not isinstance(mover, str):
+        check_optional("mover", mover, Mover, UnsupportedMover)  # type: ignore[type-abstract]
+    check_optional("streams", streams, Streams, HostPoolError)  # type: ignore[type-abstract]
+    check_kind("poison", poison, bool, HostPoolError)
+    check_optional("limits", limits, CopyLimits, HostPoolError)
+    return check_all("companions", companions, Companion, HostPoolError)
 
 
 def no_storage() -> CacheError:

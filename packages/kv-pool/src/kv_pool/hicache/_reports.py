@@ -117,10 +117,11 @@ class CacheReports:
         """
         of_index = self._levels.of_index
         if companion is not None:
+            member = self._group.member(companion)
             shares = [share for handle in self._open.values() for share in handle._shares]
             mine = [share for share in shares if share.member.companion.name == companion]
             held = [pages for share in mine for pages in (share.device, share.private)]
-            return self._group.member(companion).accounting(of_index, held)
+            return member.accounting(of_index, held)
         counts = self._index.counts().device
         held = [acquired.pages[acquired._owned] for acquired in self._open.values()]
         outside = np.setdiff1d(np.concatenate([np.zeros(0, np.int64), *held]), of_index)

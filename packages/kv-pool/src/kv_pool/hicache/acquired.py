@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kv_pool._arguments import check_kind
 from kv_pool.errors import CacheError, HitError
 from kv_pool.hicache._group import Group
-from kv_pool.tables import whole_number
+from kv_pool.tables import INT64_MAX, shown, whole_number
 
 if TYPE_CHECKING:
     from kv_planner import PrefixLock
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from kv_pool.hicache._share import Share
     from kv_pool.tables import IntArray
 
-__all__ = ["Acquired", "AcquiredState", "Namespace"]
+__all__ = ["Acquired", "AcquiredState", "Namespace", "check_handle"]
 
 Namespace: TypeAlias = "str | tuple[str | None, str | None] | None"
 AcquiredState: TypeAlias = Literal["acquired", "loaded", "failed", "finished", "aborted"]
@@ -132,10 +133,16 @@ class Acquired:
         return self._known * self._page_size
 
     def restorable(self, at_most: int) -> int:
-        """Return the longest hit of at most so many tokens that all companions can serve."""
+        """Return the longest hit of at most so many tokens that all companions can serve; 0 for a negative number.
+
+        Raises:
+            HitError: `at_most` is no whole number.
+        """
+        consequence = "there is no such hit"
+        at_most = max(0, whole_number("at_most", at_most, least=-INT64_MAX, error=HitError, consequence=consequence))
         most = min(at_most // self._page_size, self._nodes.size)
         depths = Group.depths(self._shares, self._nodes.size)
-        return int(np.flatnonzero(depths[: max(0, most) + 1])[-1]) * self._page_size
+        return int(np.flatnonzero(depths[: most + 1])[-1]) * self._page_size
 
     @property
     def lock(self) -> PrefixLock:
@@ -177,10 +184,15 @@ class Acquired:
 
     def _share(self, name: str) -> Share:
         for share in self._shares:
-            if share.member.companion.name == name:
+            if isinstance(name, str) and share.member.companion.name == name:
                 return share
-        names = [share.member.companion.name for share in self._shares]
-        raise self._refuse(name, f"of a cache with it, not {names}", "there are no such pages", "declare it")
+        raise CacheError(
+            "name",
+            given=shown(name),
+            expected=f"one of {[share.member.companion.name for share in self._shares]}",
+            consequence="there are no such pages",
+            remedy="declare the companion at construction of the cache",
+        )
 
     def _path(self, place: int) -> tuple[IntArray, Namespace]:
         """The text up to the end of a page, and where it was looked up."""
@@ -224,6 +236,8 @@ class Acquired:
             )
 
     def _expect_whole(self) -> None:
+        if self._must_load:
+            self._expect("finish", "loaded")
         if any(load.failure for load in self._pending) or any(share.failure for share in self._shares):
             raise CacheError(
                 "finish(acquired)",
@@ -247,3 +261,26 @@ class Acquired:
             f"Acquired({self.tokens.size} tokens, {self.device_hit_tokens} on the device, "
             f"{self.host_hit_tokens} on the host, {self.state})"
         )
+
+
+def check_handle(acquired: Acquired, wait: Callable[[Acquired, int], None], call: str, *states: AcquiredState) -> None:
+    """Refuse what is no handle of a cache, or in another state than `call` needs.
+
+    Args:
+        acquired: The handle.
+        wait: The method of the cache by which its handles wait.
+        call: What is to be called.
+        *states: When it may be.
+
+    Raises:
+        CacheError: As said.
+    """
+    if check_kind("acquired", acquired, Acquired, CacheError)._wait != wait:
+        raise CacheError(
+            "acquired",
+            given="a handle of another cache",
+            expected="one that this cache has made",
+            consequence="pages of another pool would be read or freed",
+            remedy="call the cache that acquired it",
+        )
+    acquired._expect(call, *states)

@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kv_pool.errors import CanaryMismatch
-from kv_pool.hicache.storage._record import odd_weights
-from kv_pool.tables import IndexLike, as_index_array
+from kv_pool._arguments import check_kind
+from kv_pool.errors import CanaryMismatch, HostPoolError, PageError
+from kv_pool.hicache._weights import odd_weights
+from kv_pool.hicache.host_pool import HostPool
+from kv_pool.tables import as_index_array
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from kv_pool.hicache.host_pool import HostPool, Mirror
+    from kv_pool.hicache.host_pool import Mirror
+    from kv_pool.tables import IndexLike
 
 __all__ = ["Canary"]
 
@@ -41,7 +44,7 @@ class Canary:
     """
 
     def __init__(self, host: HostPool) -> None:
-        self.host = host
+        self.host = check_kind("host", host, HostPool, HostPoolError)
         self.sums = np.zeros((host.num_pages, host.page_size), dtype=np.uint64)
         self._weights = odd_weights(max(_token_words(mirror)[0] for mirror in host.mirrors))
 
@@ -51,8 +54,12 @@ class Canary:
         return self.sums.view(np.uint8)
 
     def record(self, host_pages: IndexLike) -> None:
-        """Take the checksums of pages whose bytes are on the host."""
-        for page in as_index_array("host_pages", host_pages).tolist():
+        """Take the checksums of pages whose bytes are on the host.
+
+        Raises:
+            PageError: No page of the host pool.
+        """
+        for page in self._pages(host_pages):
             self.sums[page] = self._take(page)
 
     def check(self, host_pages: IndexLike) -> None:
@@ -61,8 +68,9 @@ class Canary:
         Raises:
             CanaryMismatch: A token is other than it was, or no checksum was taken of it. Its attributes `position`
                 and `tokens` say which page of the list, and which tokens of that page.
+            PageError: As `record`.
         """
-        for position, page in enumerate(as_index_array("host_pages", host_pages).tolist()):
+        for position, page in enumerate(self._pages(host_pages)):
             wrong = np.flatnonzero(self._take(page) != self.sums[page])
             if wrong.size:
                 tokens = wrong.tolist()
@@ -75,6 +83,19 @@ class Canary:
                 )
                 error.position, error.tokens = position, tuple(tokens)
                 raise error
+
+    def _pages(self, host_pages: IndexLike) -> list[int]:
+        pages = as_index_array("host_pages", host_pages, PageError)
+        if pages.size and (int(pages.min()) < 0 or int(pages.max()) >= self.host.num_pages):
+            raise PageError(
+                "host_pages",
+                given=pages.tolist(),
+                expected=f"pages in 0..{self.host.num_pages - 1}",
+                consequence="the checksums of another page would be taken",
+                remedy="pass pages that the host pool's allocator handed out",
+            )
+        found: list[int] = pages.tolist()
+        return found
 
     def _take(self, page: int) -> npt.NDArray[np.uint64]:
         """Checksums of the tokens of a page. Shape: [page_size]."""

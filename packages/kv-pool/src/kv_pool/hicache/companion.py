@@ -15,15 +15,14 @@ It declares; `_member` keeps the pages and moves the bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
+from kv_pool._arguments import check_all, check_kind, check_word
 from kv_pool.errors import HostPoolError
+from kv_pool.hicache.host_pool import HostPool, MirroredPool
+from kv_pool.page_map import PageMap
 from kv_pool.state import StatePool
-from kv_pool.tables import whole_number
-
-if TYPE_CHECKING:
-    from kv_pool.hicache.host_pool import HostPool, MirroredPool
-    from kv_pool.page_map import PageMap
+from kv_pool.tables import INT64_MAX, shown, whole_number
 
 __all__ = ["Companion", "Coverage"]
 
@@ -47,11 +46,25 @@ class Companion:
     def __init__(
         self, name: str, coverage: Coverage, trailing: int | None, pages: PageMap, hosts: Sequence[HostPool]
     ) -> None:
-        pools = [host.pool for host in hosts]
+        if not isinstance(name, str) or not name.isprintable() or not name:
+            raise HostPoolError(
+                "name",
+                given=shown(name),
+                expected="a text of printable characters, at least one",
+                consequence="its stored pages would have no keys",
+                remedy="give each companion a name of its own",
+            )
+        check_word("coverage", coverage, get_args(Coverage), HostPoolError)
+        if trailing is not None:
+            consequence = "no page would be needed of a hit"
+            most = INT64_MAX
+            trailing = whole_number(
+                "trailing", trailing, least=1, most=most, error=HostPoolError, consequence=consequence
+            )
+        check_kind("pages", pages, PageMap, HostPoolError)
+        pools = [host.pool for host in check_all("hosts", hosts, HostPool, HostPoolError)]
         rows = coverage == "snapshots"
         rules: list[tuple[str, object, object]] = [
-            ("name", bool(name) and type(name) is str, True),
-            ("coverage", coverage in get_args(Coverage), True),
             ("trailing", trailing, {"every_page": None, "snapshots": 1}.get(coverage, trailing or 1)),
             ("hosts", bool(hosts), True),
             ("pages.own.num_pages", {pages.own.num_pages}, {pool.num_pages for pool in pools}),
@@ -100,8 +113,10 @@ class Companion:
             HostPoolError: Also for a window below 1.
         """
         consequence = "no token would be attended to"
-        tokens = whole_number("window", window, least=1, error=HostPoolError, consequence=consequence)
-        return cls(name, "last_pages", -(-tokens // pages.lead.page_size), pages, [host])
+        most = INT64_MAX
+        tokens = whole_number("window", window, least=1, most=most, error=HostPoolError, consequence=consequence)
+        size = check_kind("pages", pages, PageMap, HostPoolError).lead.page_size
+        return cls(name, "last_pages", -(-tokens // size), pages, [host])
 
     @classmethod
     def snapshots(
@@ -119,11 +134,13 @@ class Companion:
             HostPoolError: Also if a kind has no host pool.
         """
         kinds = [states.kind(kind) for kind in states.kinds] if isinstance(states, StatePool) else states
+        kinds = check_all("states", kinds, MirroredPool, HostPoolError)  # type: ignore[type-abstract]
+        hosts = check_all("hosts", hosts, HostPool, HostPoolError)
         if [id(host.pool) for host in hosts] != [id(kind) for kind in kinds]:
             raise HostPoolError(
                 "hosts",
                 given=f"{len(hosts)} host pools",
-                expected=f"one for each of {len(kinds)} kinds, in their order",
+                expected=f"one for each of {len(kinds)} kinds of the states, in their order",
                 consequence="a state that comes back from the host would lack a kind",
                 remedy="make a HostPool for every kind",
             )

@@ -19,10 +19,18 @@ from kv_pool.hicache._device import DevicePages
 from kv_pool.hicache._group import Group
 from kv_pool.hicache._inflight import CopyLimits
 from kv_pool.hicache._levels import Levels
-from kv_pool.hicache._parts import WritePolicy, check_parts, check_progress, check_prompt, check_text, no_storage
+from kv_pool.hicache._parts import (
+    WritePolicy,
+    check_options,
+    check_parts,
+    check_progress,
+    check_prompt,
+    check_text,
+    no_storage,
+)
 from kv_pool.hicache._reports import CacheReports
 from kv_pool.hicache.accounting import CacheCounters
-from kv_pool.hicache.acquired import Acquired, Namespace
+from kv_pool.hicache.acquired import Acquired, Namespace, check_handle
 from kv_pool.hicache.movers import Mover, MoverName, create_mover
 from kv_pool.hicache.storage.companions import CompanionStorage
 from kv_pool.hicache.streams import Streams, create_streams
@@ -92,18 +100,18 @@ class HiCacheController(CacheReports):
         companions: Sequence[Companion] = (),
     ) -> None:
         check_parts(pool, allocator, host, index, policy, storage, canary)
+        companions = check_options(mover, streams, poison, limits, companions)
         self._page_size = pool.page_size
-        self._index, self._host, self._storage = index, host, storage
-        self._policy: WritePolicy = policy
+        self._index, self._host, self._storage, self._policy = index, host, storage, policy
         name: MoverName = mover if isinstance(mover, str) else "auto"
-        self._mover = create_mover(name, host) if mover is None or isinstance(mover, str) else mover
+        self._mover = mover if isinstance(mover, Mover) else create_mover(name, host)
         lanes = streams if streams is not None else create_streams(pool.device)
-        self._device = DevicePages(allocator, host, poison=poison)
         stored = CompanionStorage(storage, companions) if storage is not None and companions else None
         self._group = Group(
             companions, allocator, host, index, lanes,
             mover=name, poison=poison, storage=stored, canary=canary is not None, limits=limits or CopyLimits(),
         )  # fmt: skip
+        self._device = DevicePages(allocator, host, poison=poison)  # behind all that may refuse: it watches
         self._companion_storage = stored
         self._copies = Copies(
             self._device, host, index, self._mover, lanes,
@@ -183,7 +191,7 @@ class HiCacheController(CacheReports):
             HitError: Not such a number.
             OutOfPages: No page for a replacement. The handle is unchanged.
         """
-        acquired._expect("limit", "acquired")
+        check_handle(acquired, self._wait, "limit", "acquired")
         hit = acquired._lower_hit(hit_tokens)
         pages, given_up = acquired._pages.copy(), max(0, acquired._device_hit - hit)
         pages[hit : hit + given_up] = self._levels.take(given_up)
@@ -207,7 +215,7 @@ class HiCacheController(CacheReports):
             PageError: `count` is negative or no whole number.
             OutOfPages: Not enough pages. The handle has none of them.
         """
-        acquired._expect("extend", "acquired", "loaded")
+        check_handle(acquired, self._wait, "extend", "acquired", "loaded")
         pages = np.concatenate([acquired._pages, self._levels.take(count)])
         try:
             self._group.extend(acquired._shares, pages, acquired._pages.size)
@@ -229,7 +237,7 @@ class HiCacheController(CacheReports):
             CacheError: The handle is not loaded, or a number of tokens is negative or no whole one.
             OutOfPages: Not enough pages; those behind the window may leave all the same.
         """
-        acquired._expect("advance", "loaded")
+        check_handle(acquired, self._wait, "advance", "loaded")
         check_progress(computed, reach)
         self._group.advance(acquired._shares, acquired._pages, computed, reach)
 
@@ -248,7 +256,7 @@ class HiCacheController(CacheReports):
         Raises:
             CacheError: The handle is not loaded, or there is no such place.
         """
-        acquired._expect("snapshot", "loaded")
+        check_handle(acquired, self._wait, "snapshot", "loaded")
         position = acquired._own_position(tokens)
         page = acquired._pages[position : position + 1]
         shares = [share for share in acquired._shares if share.member.companion.coverage == "snapshots"]
@@ -264,7 +272,7 @@ class HiCacheController(CacheReports):
                 and third level: `limit` to what is `restorable` without it.
             Exception: What a mover or the device raised; the handle can be aborted then.
         """
-        acquired._expect("load", "acquired")
+        check_handle(acquired, self._wait, "load", "acquired")
         self._group.check(
             acquired._shares, acquired._pages, acquired._hit, acquired._host_pages,
             refused=lambda name, place: self._levels.forget_companion(name, *acquired._path(place)),
@@ -296,7 +304,7 @@ class HiCacheController(CacheReports):
             Exception: What a mover or device raised when the backup was started; the pages are in the index and the
                 handle has ended, without a host copy.
         """
-        acquired._expect("finish", *(("loaded",) if acquired._must_load else ("acquired", "loaded")))
+        check_handle(acquired, self._wait, "finish", "acquired", "loaded")
         acquired._expect_whole()
         done = check_text(acquired, tokens, self._page_size)
         whole = done.size // self._page_size
@@ -327,7 +335,7 @@ class HiCacheController(CacheReports):
         Raises:
             CacheError: The handle has ended.
         """
-        acquired._expect("abort", "acquired", "loaded", "failed")
+        check_handle(acquired, self._wait, "abort", "acquired", "loaded", "failed")
         acquired.state = "aborted"
         del self._open[id(acquired)]
         for load in acquired._pending:

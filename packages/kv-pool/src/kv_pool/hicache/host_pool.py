@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
+from kv_pool._arguments import check_kind, check_word
 from kv_pool.allocator import PageAllocator
 from kv_pool.errors import HostPoolError, KvPoolError, UnmirroredComponent
 from kv_pool.host_memory import zeroed_host_bytes
+from kv_pool.tables import INT32_MAX, shown, whole_number
 
 if TYPE_CHECKING:
     from kv_planner import Component, RankManifest
@@ -29,6 +31,7 @@ ALIGNMENT = 65536
 """Bytes: transfer engines register host memory in pieces of this size."""
 
 
+@runtime_checkable
 class MirroredPool(Protocol):
     """What a host pool needs to know of a device pool; every `kv_pool.Pool` is one."""
 
@@ -128,27 +131,18 @@ class HostPool:
         layout: HostLayout = "page_first_direct",
         pin: bool | Literal["auto"] = "auto",
     ) -> None:
-        if pages < 1:
-            raise HostPoolError(
-                "pages",
-                given=pages,
-                expected="at least 1",
-                consequence="nothing could be kept on the host",
-                remedy="size the host pool, or leave the cache without one",
-            )
-        if layout not in HOST_LAYOUTS:
-            raise HostPoolError(
-                "layout",
-                given=layout,
-                expected=f"one of {list(HOST_LAYOUTS)}",
-                consequence="the axes of the host memory would be unknown",
-                remedy="spell a layout by its axes",
-            )
-        if pin is True and pool.device.type == "cpu":
+        check_kind("pool", pool, MirroredPool, HostPoolError)  # type: ignore[type-abstract]
+        consequence = "nothing could be kept on the host"
+        most = INT32_MAX - 1
+        pages = whole_number("pages", pages, least=1, most=most, error=HostPoolError, consequence=consequence)
+        check_word("layout", layout, HOST_LAYOUTS, HostPoolError)
+        if not (isinstance(pin, bool) or (isinstance(pin, str) and pin == "auto")) or (
+            pin is True and pool.device.type == "cpu"
+        ):
             raise HostPoolError(
                 "pin",
-                given=pin,
-                expected="auto or False for a pool on the CPU",
+                given=shown(pin),
+                expected="auto, True or False; not True for a pool on the CPU",
                 consequence="page-locked memory serves the copies of an accelerator only",
                 remedy="leave it at auto",
             )
@@ -213,7 +207,11 @@ class HostPool:
             UnmirroredComponent: The pool has no such component.
         """
         for mirror in self._mirrors:
-            if (mirror.component, mirror.part) == (component, part):
+            if (
+                isinstance(component, str)
+                and isinstance(part, str)
+                and (mirror.component, mirror.part) == (component, part)
+            ):
                 return mirror
         raise UnmirroredComponent(
             "component, part",

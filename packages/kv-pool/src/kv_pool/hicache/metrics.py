@@ -11,14 +11,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kv_pool.errors import LibraryUnavailable
+from kv_pool._arguments import check_call, check_kind, check_mapping, check_optional
+from kv_pool.errors import HostPoolError, LibraryUnavailable
+from kv_pool.hicache.controller import HiCacheController
+from kv_pool.hicache.storage import StorageTier
 
 if TYPE_CHECKING:
-    from kv_pool.hicache.controller import HiCacheController
     from kv_pool.hicache.host_pool import HostPool
-    from kv_pool.hicache.storage import StorageTier
 
 __all__ = ["CacheMetrics"]
+
+_NO_METHOD = object()
 
 
 class CacheMetrics:
@@ -41,6 +44,7 @@ class CacheMetrics:
 
     Raises:
         LibraryUnavailable: prometheus-client is not installed.
+        HostPoolError: An argument of another kind.
     """
 
     def __init__(
@@ -62,12 +66,17 @@ class CacheMetrics:
                 consequence="nobody could ask for the figures",
                 remedy='pip install "kv-pool[metrics]"',
             ) from error
-        self._cache = cache
-        self._storage = storage
-        self._labels = dict(labels or {})
+        self._cache = check_kind("cache", cache, HiCacheController, HostPoolError)
+        self._storage = check_optional("storage", storage, StorageTier, HostPoolError)
+        self._labels = {} if labels is None else dict(check_mapping("labels", labels, HostPoolError))
+        for name, value in self._labels.items():
+            check_kind("labels", name, str, HostPoolError)
+            check_kind(f"labels[{name!r}]", value, str, HostPoolError)
+        registry = library.REGISTRY if registry is None else registry
+        check_call("registry.register", getattr(registry, "register", _NO_METHOD), HostPoolError)
         self._seen: dict[str, _Family] = {}
         self.observe()
-        (library.REGISTRY if registry is None else registry).register(self)
+        registry.register(self)
 
     def observe(self) -> None:
         """See how the cache stands now; called by its owner.

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from kv_pool._arguments import check_all, check_kind, check_numbers
 from kv_pool.errors import AgreementError
-from kv_pool.tables import whole_number
+from kv_pool.tables import INT32_MAX, whole_number
 
 if TYPE_CHECKING:
     from kv_pool.hicache.acquired import Acquired
@@ -46,9 +47,10 @@ class HitAgreement:
 
     def __init__(self, reduce_min: ReduceMin, *, width: int, companions: bool = False) -> None:
         consequence = "no request could be acquired"
-        self._width = whole_number("width", width, least=1, error=AgreementError, consequence=consequence)
-        self._reduce = reduce_min
-        self._companions = companions
+        most = INT32_MAX
+        self._width = whole_number("width", width, least=1, most=most, error=AgreementError, consequence=consequence)
+        self._reduce: ReduceMin = check_kind("reduce_min", reduce_min, Callable, AgreementError)  # type: ignore[arg-type]
+        self._companions = check_kind("companions", companions, bool, AgreementError)
 
     def minimum(self, hits: Sequence[int]) -> list[int]:
         """Return the least hit of each request over all ranks, in one reduction.
@@ -60,6 +62,7 @@ class HitAgreement:
             AgreementError: More requests than the width (nothing was reduced), or an answer that is above what was
                 given: then the reduction is no minimum, or ranks do not serve the same requests.
         """
+        hits = check_numbers("hits", hits, AgreementError)
         if len(hits) > self._width:
             raise AgreementError(
                 "hits",
@@ -97,6 +100,11 @@ class HitAgreement:
             HitError: This rank has companions and cannot serve the least hit, and the agreement was made without.
             OutOfPages: See `HiCacheController.limit`; the hits after that request are not lowered, abort them.
         """
+        from kv_pool.hicache.acquired import Acquired  # which imports what imports this module
+        from kv_pool.hicache.controller import HiCacheController
+
+        check_kind("cache", cache, HiCacheController, AgreementError)
+        acquired = check_all("acquired", acquired, Acquired, AgreementError)
         hits = self.minimum([handle.hit_tokens for handle in acquired])
         while self._companions:
             least = self.minimum([handle.restorable(hit) for handle, hit in zip(acquired, hits, strict=True)])
@@ -118,9 +126,10 @@ def owner_rank(key: str, ranks: int) -> int:
     Raises:
         AgreementError: Less than one rank, or no key.
     """
-    ranks = whole_number("ranks", ranks, least=1, error=AgreementError, consequence="nobody would store the page")
+    consequence = "nobody would store the page"
+    ranks = whole_number("ranks", ranks, least=1, most=INT32_MAX, error=AgreementError, consequence=consequence)
     try:
-        return int(key[:16], 16) % ranks
+        return int(check_kind("key", key, str, AgreementError)[:16], 16) % ranks
     except ValueError:
         raise AgreementError(
             "key",

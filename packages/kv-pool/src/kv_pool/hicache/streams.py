@@ -14,6 +14,9 @@ from typing import Literal, Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
 
+from kv_pool._arguments import check_kind
+from kv_pool.errors import HostPoolError
+
 __all__ = ["ImmediateStreams", "Lane", "Mark", "Streams", "create_streams", "issue"]
 
 Lane: TypeAlias = Literal["compute", "load", "backup"]
@@ -101,7 +104,12 @@ _STREAMS = {"npu": "kv_pool.hicache.npu.streams:NpuStreams"}
 
 
 def create_streams(device: torch.device) -> Streams:
-    """Create the lanes for a pool on `device`."""
+    """Create the lanes for a pool on `device`.
+
+    Raises:
+        HostPoolError: It is no `torch.device`.
+    """
+    check_kind("device", device, torch.device, HostPoolError)
     place = _STREAMS.get(device.type)
     if place is None:
         return ImmediateStreams()

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Literal, Protocol, TypeAlias, cast, runtime_checkable
 
+from kv_pool._arguments import check_kind, check_word
 from kv_pool.errors import UnsupportedMover
 from kv_pool.hicache.host_pool import HOST_LAYOUTS, HostLayout, HostPool
 from kv_pool.hicache.movers._checks import whole_pages
-from kv_pool.tables import IndexLike
+from kv_pool.tables import IndexLike, whole_number
 
 __all__ = ["Mover", "MoverCapabilities", "MoverName", "create_mover", "mover_names", "whole_pages"]
 
+_MOST_THREADS = 1024
 MoverName: TypeAlias = Literal["auto", "dim_exchange", "indexed"]
 
 
@@ -92,7 +94,13 @@ _MOVERS: dict[str, tuple[MoverCapabilities, str]] = {
 
 
 def mover_names(layout: HostLayout, device_type: str) -> tuple[str, ...]:
-    """Return the movers that serve a host layout on a device type, the preferred one first."""
+    """Return the movers that serve a host layout on a device type, the preferred one first.
+
+    Raises:
+        UnsupportedMover: No layout of host memory, or no text.
+    """
+    check_word("layout", layout, HOST_LAYOUTS, UnsupportedMover)
+    check_kind("device_type", device_type, str, UnsupportedMover)
     return tuple(name for name, (can, _) in _MOVERS.items() if can.supports(layout, device_type))
 
 
@@ -107,7 +115,11 @@ def create_mover(name: MoverName, host: HostPool, *, threads: int = 1) -> Mover:
     Raises:
         UnsupportedMover: No such mover, it does not serve the layout on the device, or its operator is missing.
     """
-    device = host.pool.device.type
+    check_kind("mover", name, str, UnsupportedMover)
+    threads = whole_number(
+        "threads", threads, least=1, most=_MOST_THREADS, error=UnsupportedMover, consequence="nothing would be copied"
+    )
+    device = check_kind("host", host, HostPool, UnsupportedMover).pool.device.type
     scattered = any(mirror.parent is None for mirror in host.mirrors)
     eligible = tuple(
         known for known in mover_names(host.layout, device) if not (scattered and _MOVERS[known][0].one_tensor)
@@ -123,11 +135,11 @@ def create_mover(name: MoverName, host: HostPool, *, threads: int = 1) -> Mover:
         )
     capabilities, place = _MOVERS[chosen]
     module, _, attribute = place.partition(":")
-    if threads < 1 or (threads > 1 and device != "cpu"):
+    if threads > 1 and device != "cpu":
         raise UnsupportedMover(
             "threads",
             given=f"{threads} on {device}",
-            expected="at least 1; exactly 1 on a device, whose copies are its streams' work",
+            expected="1 on a device, whose copies are its streams' work",
             consequence="copies would be issued to another thread's stream",
             remedy="leave it at 1",
         )

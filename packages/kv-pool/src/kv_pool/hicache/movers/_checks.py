@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kv_pool.errors import MoveRefused
-from kv_pool.tables import IndexLike, IntArray, as_index_array
+from kv_pool.tables import INT64_MAX, IndexLike, IntArray, as_index_array, is_whole, shown, whole_number
 
 __all__ = ["check_layer", "check_pages", "whole_pages"]
 
@@ -52,10 +52,10 @@ def _pages(name: str, values: IndexLike, count: int) -> IntArray:
 
 def check_layer(layer_id: int, known: frozenset[int]) -> None:
     """Refuse a layer that no part has."""
-    if layer_id not in known:
+    if not is_whole(layer_id) or layer_id not in known:
         raise MoveRefused(
             "layer_id",
-            given=layer_id,
+            given=shown(layer_id),
             expected=f"one of {sorted(known)}",
             consequence="nothing would be moved, silently",
             remedy="pass the global layer id of a layer held here",
@@ -77,7 +77,11 @@ def whole_pages(slots: IndexLike, page_size: int) -> IntArray:
             boundary, or slots within a page that do not follow one another.
     """
     tokens = as_index_array("slots", slots, MoveRefused)
-    if page_size < 1 or tokens.size % page_size:
+    consequence = "pages could not be told apart"
+    page_size = whole_number(
+        "page_size", page_size, least=1, most=INT64_MAX, error=MoveRefused, consequence=consequence
+    )
+    if tokens.size % page_size:
         raise MoveRefused(
             "slots",
             given=f"{tokens.size} slots with page size {page_size}",

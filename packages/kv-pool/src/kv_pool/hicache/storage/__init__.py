@@ -13,6 +13,7 @@ from importlib.metadata import entry_points
 from inspect import signature
 from typing import Any, cast
 
+from kv_pool._arguments import check_kind
 from kv_pool.errors import KvPoolError, StorageError
 from kv_pool.hicache.storage._work import Prefetch, StorageCounters
 from kv_pool.hicache.storage.files import FileStorage
@@ -74,6 +75,7 @@ def create_storage(name: str, **options: Any) -> PageStorage:
 
 
 def _constructor(name: str) -> Callable[..., Any]:
+    check_kind("name", name, str, StorageError)
     if name in _OURS:
         module, _, attribute = _OURS[name].partition(":")
         ours: Callable[..., Any] = getattr(import_module(module), attribute)

@@ -13,27 +13,19 @@ import zlib
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
+
+from kv_pool.hicache._weights import odd_weights
 
 if TYPE_CHECKING:
     from kv_pool.hicache.storage.protocols import Pieces
 
-__all__ = ["HEADER_BYTES", "checksum", "odd_weights", "pack_header", "unpack_header"]
+__all__ = ["HEADER_BYTES", "checksum", "pack_header", "unpack_header"]
 
 _MAGIC = b"KVPAGE\x00\x01"
 _HEADER = struct.Struct("<8s32sQ8sI4x")  # magic, key, payload bytes, checksum, CRC-32 of what stands before it
 HEADER_BYTES = _HEADER.size
 _ROW = 512  # words under one sum
 _ROW_BYTES = 8 * _ROW
-
-
-def odd_weights(count: int) -> npt.NDArray[np.uint64]:
-    """Fixed odd weights: SplitMix64 over the position. Shape: [count]."""
-    state = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: npt.NDArray[np.uint64] = (state ^ (state >> np.uint64(31))) | np.uint64(1)
-    return mixed
 
 
 _WEIGHTS = odd_weights(_ROW)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from kv_planner import StaleNode
 
+from kv_pool._arguments import check_word
 from kv_pool.errors import CacheError, HostPoolError, StorageError
 from kv_pool.hicache._inflight import UnderWay
 from kv_pool.hicache.ranks import owner_rank
@@ -360,14 +361,7 @@ class CompanionStorage:
         prefetch._wanted = {}
 
     def _of(self, name: str) -> Books:
-        if name not in self._books:
-            raise CacheError(
-                "name",
-                given=name,
-                expected=f"one of {sorted(self._books)}",
-                consequence="there are no such pages",
-                remedy="declare the companion at construction",
-            )
+        check_word("name", name, sorted(self._books), CacheError)
         return self._books[name]
 
     def _pieces(self, name: str, page: int) -> Pieces:

@@ -17,8 +17,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kv_pool._arguments import check_kind
 from kv_pool.errors import StorageDamaged, StorageError
 from kv_pool.hicache.storage._record import HEADER_BYTES, checksum, pack_header, unpack_header
+from kv_pool.hicache.storage.protocols import check_keys, check_pages
+from kv_pool.tables import INT64_MAX, shown, whole_number
 
 if TYPE_CHECKING:
     from kv_pool.hicache.storage.protocols import Pieces
@@ -55,20 +58,23 @@ class FileStorage:
     name = "files"
 
     def __init__(self, root: str | Path, *, capacity_bytes: int, durable: bool = False) -> None:
+        if not isinstance(root, str | Path) or not str(root):
+            raise _unusable("root", shown(root), "a folder that this process may write")
+        consequence = "nothing could be kept beyond the host"
         self._root = Path(root)
-        self._capacity = capacity_bytes
-        self._durable = durable
+        self._capacity = whole_number(
+            "capacity_bytes", capacity_bytes, least=1, most=INT64_MAX, error=StorageError, consequence=consequence
+        )
+        self._durable = check_kind("durable", durable, bool, StorageError)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._token = os.urandom(8).hex()  # process ids repeat, across containers too
-        if capacity_bytes < 1:
-            raise _unusable("capacity_bytes", capacity_bytes, "at least 1")
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             with self._exclusive():
                 self._remove_leftovers()
             self._used = sum(size for _, size, _ in self._stored())
-        except OSError as error:
+        except (OSError, ValueError) as error:  # the latter from characters that no file system takes
             raise _unusable("root", f"{root} ({error})", "a folder that this process may write") from error
         self._since_look = 0
 
@@ -84,13 +90,14 @@ class FileStorage:
 
     def exists(self, keys: Sequence[str]) -> int:
         """See `PageStorage.exists`."""
-        for number, key in enumerate(keys):
+        for number, key in enumerate(check_keys(keys)):
             if not _is_page(self._path(key)):
                 return number
         return len(keys)
 
     def read(self, keys: Sequence[str], pages: Sequence[Pieces]) -> int:
         """See `PageStorage.read`."""
+        check_pages(keys, pages, writable=True)
         for number, (key, pieces) in enumerate(zip(keys, pages, strict=True)):
             path = self._path(key)
             wrong = self._read_one(path, key, pieces)
@@ -111,7 +118,7 @@ class FileStorage:
 
     def remove(self, keys: Sequence[str]) -> None:
         """See `Removes.remove`."""
-        for key in keys:
+        for key in check_keys(keys):
             path = self._path(key)
             stays = self._discard(path)
             if stays is not None:
@@ -156,6 +163,7 @@ class FileStorage:
 
     def write(self, keys: Sequence[str], pages: Sequence[Pieces]) -> int:
         """See `PageStorage.write`; a key that is there stays as it is, and writing ends where there is no room."""
+        check_pages(keys, pages, writable=False)
         with ThreadPoolExecutor(1, "kv-pool-sums") as other:  # its thread starts when something is submitted
             ahead: Future[bytes] | None = None
             for number, (key, pieces) in enumerate(zip(keys, pages, strict=True)):

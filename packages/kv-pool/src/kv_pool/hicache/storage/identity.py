@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 
 from kv_planner import page_digests
 
+from kv_pool._arguments import check_kind
+from kv_pool.errors import HostPoolError, TableError
+from kv_pool.hicache.host_pool import HostPool
 from kv_pool.tables import as_index_array
 
 if TYPE_CHECKING:
     from kv_pool.hicache.acquired import Namespace
-    from kv_pool.hicache.host_pool import HostPool
     from kv_pool.tables import IndexLike
 
 __all__ = ["SCHEMA_VERSION", "ComponentIdentity", "StorageIdentity", "page_keys"]
@@ -84,7 +86,14 @@ class StorageIdentity:
 
     @classmethod
     def of(cls, host: HostPool, *, salt: str = "", canary: bool = False) -> StorageIdentity:
-        """Describe the pages of a host pool and of the device pool that it mirrors."""
+        """Describe the pages of a host pool and of the device pool that it mirrors.
+
+        Raises:
+            HostPoolError: An argument of another kind.
+        """
+        check_kind("host", host, HostPool, HostPoolError)
+        check_kind("salt", salt, str, HostPoolError)
+        check_kind("canary", canary, bool, HostPoolError)
         manifest = host.pool.manifest()
         layout, place = manifest.layout, manifest.placement
         heads = {(entry.component, entry.part): entry.head_range for entry in manifest.entries}
@@ -139,8 +148,12 @@ def page_keys(digest: bytes, tokens: IndexLike, page_size: int, namespace: Names
     Returns:
         One key a page: 64 hexadecimal digits of SHA-256 over the identity and the page's digest, which chains the
         namespace, all pages before it and its own tokens.
+
+    Raises:
+        TableError: The digest is no bytes, or the tokens are no integers.
+        PlanError: An impossible page size, or no namespace.
     """
-    prefix = hashlib.sha256(b"kv-pool page\0" + digest)
+    prefix = hashlib.sha256(b"kv-pool page\0" + check_kind("digest", digest, bytes, TableError))
     keys = []
     for row in page_digests(as_index_array("tokens", tokens), page_size, namespace=namespace):
         key = prefix.copy()

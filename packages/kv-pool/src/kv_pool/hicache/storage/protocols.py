@@ -8,10 +8,20 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from kv_pool._arguments import check_all, check_list
 from kv_pool.errors import StorageError
-from kv_pool.tables import whole_number
+from kv_pool.tables import shown, whole_number
 
-__all__ = ["Closes", "PageStorage", "Pieces", "RegistersMemory", "Removes", "leading_pages"]
+__all__ = [
+    "Closes",
+    "PageStorage",
+    "Pieces",
+    "RegistersMemory",
+    "Removes",
+    "check_keys",
+    "check_pages",
+    "leading_pages",
+]
 
 Pieces: TypeAlias = Sequence[npt.NDArray[np.uint8]]
 """Arrays of bytes, contiguous, in the order in which a store keeps them."""
@@ -82,6 +92,48 @@ class Removes(Protocol):
         Raises:
             StorageError: A page could not be removed.
         """
+
+
+def check_keys(keys: Sequence[str]) -> Sequence[str]:
+    """The keys of a call to a store.
+
+    Raises:
+        StorageError: They are no list of texts.
+    """
+    return keys if _all(keys, str) else check_all("keys", keys, str, StorageError)
+
+
+def check_pages(keys: Sequence[str], pages: Sequence[Pieces], *, writable: bool) -> None:
+    """Refuse keys and pages of a call to a store that do not pair, before one of them is read or written.
+
+    Raises:
+        StorageError: They are no lists of one length, or a piece is no contiguous array of bytes; or is read-only,
+            where it is to be filled.
+    """
+    check_keys(keys)
+    if len(check_list("pages", pages, StorageError)) != len(keys):
+        raise _unfit("pages", f"{len(pages)} pages for {len(keys)} keys", "one page a key")
+    for number, pieces in enumerate(pages):
+        for piece in check_list(f"pages[{number}]", pieces, StorageError):
+            if not isinstance(piece, np.ndarray) or piece.dtype != np.uint8 or not piece.flags.c_contiguous:
+                what = f"{piece.dtype} of strides {piece.strides}" if isinstance(piece, np.ndarray) else shown(piece)
+                raise _unfit(f"pages[{number}]", what, "contiguous arrays of uint8")
+            if writable and not piece.flags.writeable:
+                raise _unfit(f"pages[{number}]", "a read-only array", "arrays that can be filled")
+
+
+def _all(values: object, kind: type) -> bool:
+    return isinstance(values, list | tuple) and all(isinstance(value, kind) for value in values)
+
+
+def _unfit(argument: str, given: str, expected: str) -> StorageError:
+    return StorageError(
+        argument,
+        given=given,
+        expected=expected,
+        consequence="pages would be kept or filled under keys of others; nothing was read or written",
+        remedy="pass the pieces of a page for each key",
+    )
 
 
 def leading_pages(call: str, answer: object, asked: int) -> int:

@@ -15,26 +15,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from kv_planner import PrefixIndex
 
-from kv_pool.errors import HostPoolError, StorageError
+from kv_pool._arguments import check_kind, check_numbers, check_optional
+from kv_pool.errors import HostPoolError, StorageError, TableError
 from kv_pool.hicache._inflight import UnderWay
+from kv_pool.hicache.canary import Canary
+from kv_pool.hicache.host_pool import HostPool
 from kv_pool.hicache.ranks import owner_rank
 from kv_pool.hicache.storage._calls import Read, ask, read_batches
 from kv_pool.hicache.storage._outbound import Outbound, Write
 from kv_pool.hicache.storage._work import Books, Inline, Prefetch, StorageCounters
 from kv_pool.hicache.storage.identity import StorageIdentity, page_keys
 from kv_pool.hicache.storage.protocols import PageStorage, RegistersMemory
-from kv_pool.tables import IndexLike, IntArray, as_index_array, whole_number
+from kv_pool.tables import INT64_MAX, IndexLike, IntArray, as_index_array, whole_number
 
 if TYPE_CHECKING:
-    from kv_planner import PrefixIndex
-
     from kv_pool.hicache.acquired import Namespace
-    from kv_pool.hicache.canary import Canary
-    from kv_pool.hicache.host_pool import HostPool
     from kv_pool.hicache.storage.protocols import Pieces
 
 __all__ = ["StorageTier", "take_host_pages"]
+
+_MOST_THREADS = 1024
 
 
 class StorageTier:
@@ -73,16 +75,21 @@ class StorageTier:
         salt: str = "",
         canary: Canary | None = None,
     ) -> None:
-        numbers = (("threshold", threshold, 1), ("batch", batch, 1), ("write_limit", write_limit, batch))
-        for name, value, least in (*numbers, ("threads", threads, 0)):
-            consequence = "nothing would be read or written"
-            whole_number(name, value, least=least, error=HostPoolError, consequence=consequence)
-        rules: list[tuple[str, object, object]] = [
-            ("host.layout", host.layout, "page_first_direct"),
-            ("share", share[0] in range(share[1]) or share, True),
+        check_kind("host", host, HostPool, HostPoolError)
+        check_kind("index", index, PrefixIndex, HostPoolError)
+        check_kind("storage", storage, PageStorage, HostPoolError)  # type: ignore[type-abstract]
+        check_optional("canary", canary, Canary, HostPoolError)
+        limits = {"threshold": (threshold, 1, INT64_MAX), "batch": (batch, 1, INT64_MAX)}
+        for name, (value, least, most) in {**limits, "threads": (threads, 0, _MOST_THREADS)}.items():
+            _number(name, value, least, most)
+        _number("write_limit", write_limit, batch, INT64_MAX)
+        pair = check_numbers("share", share, HostPoolError)
+        rules: list[tuple[str, object, object, bool]] = [
+            ("host.layout", host.layout, "page_first_direct", host.layout == "page_first_direct"),
+            ("share", pair, "a rank and the number of ranks", len(pair) == 2 and pair[0] < pair[1]),
         ]
-        for argument, given, expected in rules:
-            if given != expected:
+        for argument, given, expected, kept in rules:
+            if not kept:
                 raise HostPoolError(
                     argument,
                     given=given,
@@ -95,7 +102,7 @@ class StorageTier:
         self._storage = storage
         self._threshold = threshold
         self._batch = batch
-        self._rank, self._ranks = share
+        self._rank, self._ranks = pair
         self._digest = StorageIdentity.of(host, salt=salt, canary=canary is not None).digest
         self._threads: Executor = ThreadPoolExecutor(threads, "kv-pool-storage") if threads else Inline()
         self._bytes = [mirror.host.flatten(1).view(torch.uint8).numpy() for mirror in host.mirrors]
@@ -209,8 +216,17 @@ class StorageTier:
             tokens: The text up to the end of that page. Shape: [tokens].
             namespace: As for `HiCacheController.acquire`.
         """
+        keys = page_keys(self._digest, tokens, self._host.page_size, namespace)
+        if not keys:
+            raise TableError(
+                "tokens",
+                given=f"{len(tokens)} tokens",
+                expected=f"a page of {self._host.page_size} tokens at least",
+                consequence="there is no last page",
+                remedy="pass the text up to the end of the page",
+            )
         self._books.add(damaged_pages=1)
-        self._outbound.remove(page_keys(self._digest, tokens, self._host.page_size, namespace)[-1], self._books)
+        self._outbound.remove(keys[-1], self._books)
 
     def prefetch(self, tokens: IndexLike, namespace: Namespace = None) -> Prefetch:
         """Start to bring what the store has of a text into the host; does not wait.
@@ -265,7 +281,7 @@ class StorageTier:
 
     def drain(self, *, reads: bool = True) -> None:
         """Wait for everything that waits or is under way (for writes alone without `reads`), and take it over."""
-        if reads:
+        if check_kind("reads", reads, bool, TableError):
             wait_for([prefetch._work for prefetch in self._reads if prefetch._work is not None])
             self.poll()
         self._outbound.drain()
@@ -309,6 +325,11 @@ class StorageTier:
             self._books.fail(read.failure)
             if read.damaged is not None:
                 self._outbound.remove(read.damaged, self._books)
+
+
+def _number(name: str, value: int, least: int, most: int) -> None:
+    consequence = "nothing would be read or written"
+    whole_number(name, value, least=least, most=most, error=HostPoolError, consequence=consequence)
 
 
 def take_host_pages(host: HostPool, index: PrefixIndex, count: int) -> tuple[IntArray, int]:

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from kv_pool.errors import LibraryUnavailable, StorageDamaged, StorageError
+from kv_pool.hicache.storage.protocols import check_keys, check_pages
 
 if TYPE_CHECKING:
     import numpy as np
@@ -180,7 +181,7 @@ class MooncakeStorage:
 
     def exists(self, keys: Sequence[str]) -> int:
         """See `PageStorage.exists`."""
-        found = self._library.batch_is_exist(list(keys)) if keys else []
+        found = self._library.batch_is_exist(list(keys)) if check_keys(keys) else []
         for number, code in enumerate(found):
             if code < 0:
                 raise self._failed("exists", keys[number], code)
@@ -190,6 +191,7 @@ class MooncakeStorage:
 
     def read(self, keys: Sequence[str], pages: Sequence[Pieces]) -> int:
         """See `PageStorage.read`. A page whose lease ended under way may hold anything: it is asked for once more."""
+        check_pages(keys, pages, writable=True)
         if not keys:
             return 0
         places, sizes = _pointers(pages)
@@ -219,6 +221,7 @@ class MooncakeStorage:
 
     def write(self, keys: Sequence[str], pages: Sequence[Pieces]) -> int:
         """See `PageStorage.write`; it ends where the store has no room that it may free."""
+        check_pages(keys, pages, writable=False)
         if not keys:
             return 0
         places, sizes = _pointers(pages)
@@ -235,7 +238,7 @@ class MooncakeStorage:
 
     def remove(self, keys: Sequence[str]) -> None:
         """See `Removes.remove`."""
-        for key in keys:
+        for key in check_keys(keys):
             code = self._library.remove(key, True)
             if code not in (0, _ABSENT):
                 raise self._failed("remove", key, code)

@@ -1,0 +1,218 @@
+"""Owns the proof that every public argument of the host cache refuses an odd value by name; nothing has happened."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kv_planner import PlanError, PrefixIndex
+from kv_planner.testing.odd_values import ANY, NUMBER, OPTIONAL, Case, missing, public, wrongs
+from kv_pool import KvPoolError, PageAllocator, PageMap, hicache
+from kv_pool.hicache import (
+    CacheMetrics,
+    Canary,
+    Companion,
+    CopyLimits,
+    FileStorage,
+    HiCacheController,
+    HitAgreement,
+    HostPool,
+    StorageIdentity,
+    StorageTier,
+)
+from prometheus_client import CollectorRegistry
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pool_group import GroupBench
+from pool_group_store import over
+
+TYPED = (KvPoolError, PlanError)
+RECORD = "a record that calls return"
+OWN = "called by the cache with its own objects"
+EXEMPT = {
+    **dict.fromkeys(
+        ("Accounting", "CacheCounters", "CompanionCounters", "Mirror", "MoverCapabilities", "Prefetch",
+         "StorageCounters", "StorageIdentity", "UnderWay", "CompanionPrefetch"), RECORD
+    ),
+    "Acquired": "made by HiCacheController.acquire",
+    "CompanionStorage": "made by HiCacheController",
+    "CompanionStorage.attach": OWN,
+    "CompanionStorage.back_up": OWN,
+    "CompanionStorage.forget": OWN,
+    "CompanionStorage.prefetch": OWN,
+    "ImmediateStreams.mark": OWN,
+    "ImmediateStreams.on": OWN,
+    "ImmediateStreams.wait": OWN,
+    "StorageTier.submit": OWN,
+}  # fmt: skip
+WORDS = ("text", "empty text", "half a pair")
+
+
+class World:
+    """A cache with companions and a store, requests in both states, and the table over them."""
+
+    def __init__(self, root: Path) -> None:
+        self.store = FileStorage(root / "store", capacity_bytes=1 << 20)
+        self.bench = over(self.store, ["window", "draft", "states"], {"threads": 0}, pages=12)
+        self.cache, self.tier = self.bench.cache, self.bench.cache._storage
+        self.bench.serve(list(range(26)))
+        self.cache.drain()
+        self.acquired = self.cache.acquire(list(range(26)))
+        self.loaded = self.cache.acquire(list(range(26)))
+        self.cache.load(self.loaded)
+        self.other = GroupBench(["states"])
+        self.key = hicache.page_keys(b"x", [1, 2, 3, 4], 4)[0]
+        self.page = [np.zeros(8, np.uint8)]
+        self.root = root
+        self.canary = Canary(self.other.host)
+        self.before = self.state()
+
+    def state(self) -> list[Any]:
+        """All books, all handles, and what the store has."""
+        self.bench.check_books()
+        books = [self.cache.accounting(name) for name in (None, "window", "draft", "states")]
+        handles = [(own.state, own.hit_tokens, own.pages.tolist()) for own in (self.acquired, self.loaded)]
+        files = sorted(str(path) for path in self.root.rglob("*"))
+        return [books, handles, self.cache.counters, self.store.used_bytes, files, self.canary.sums.tolist()]
+
+    def cases(self) -> dict[str, Case]:
+        """How each public callable is called, and what its arguments take beside."""
+        cache, tier, other = self.cache, self.tier, self.other
+        stores = cache.companion_storage
+        assert tier is not None and stores is not None
+        prompt = {"tokens": [1, 2, 3, 4, 5], "namespace": None}
+        names = {"namespace": ("None", *WORDS[:2])}
+        text = list(range(26))
+        pool = self.bench.states.kind("conv")
+        rows = PageMap(self.bench.allocator, PageAllocator(pool.num_pages, 1))
+        hosts = [other._host(other.states.kind(kind)) for kind in other.states.kinds]
+        own = {"name": "a", "pages": PageMap(other.allocator, PageAllocator(other.pool.num_pages, 4))}
+        named = {"name": WORDS[:1]}
+        index = PrefixIndex(4, device_pages=other.pool.num_pages, host_pages=other.host.num_pages)
+        none = ("empty list",)
+        files = {"root": self.root / "files", "capacity_bytes": 1, "durable": False}
+        return {
+            "Acquired.companion_pages": Case(self.acquired.companion_pages, {"name": "draft"}),
+            "Acquired.restorable": Case(self.acquired.restorable, {"at_most": 8}, {"at_most": ("-1", "0", "2**64")}),
+            "Acquired.row": Case(self.acquired.row, {"name": "states"}),
+            "Acquired.wait_layer": Case(self.loaded.wait_layer, {"layer_id": 0}, {"layer_id": NUMBER}),
+            "CacheMetrics": Case(
+                CacheMetrics, {"cache": cache, "storage": tier, "registry": CollectorRegistry(), "labels": {}},
+                {"storage": OPTIONAL, "registry": OPTIONAL, "labels": ("None", "mapping")},
+            ),
+            "Canary": Case(Canary, {"host": self.other.host}),
+            "Canary.check": Case(self.canary.check, {"host_pages": [1]}, {"host_pages": none}),
+            "Canary.record": Case(self.canary.record, {"host_pages": [1]}, {"host_pages": none}),
+            "Companion": Case(
+                Companion,
+                {"name": "a", "coverage": "snapshots", "trailing": 1, "pages": rows, "hosts": hosts},
+                {"name": WORDS[:1]},
+            ),
+            "Companion.every_page": Case(Companion.every_page, {**own, "host": other.host}, named),
+            "Companion.last_pages": Case(Companion.last_pages, {**own, "host": other.host, "window": 4}, named),
+            "Companion.snapshots": Case(
+                Companion.snapshots, {"name": "a", "pages": rows, "states": self.other.states, "hosts": hosts}, named,
+            ),
+            "CompanionStorage.counters_of": Case(stores.counters_of, {"name": "draft"}),
+            "CompanionStorage.under_way": Case(stores.under_way, {"name": "draft"}),
+            "CopyLimits": Case(CopyLimits, {"batch_pages": 1, "layers_ahead": 1}),
+            "FileStorage": Case(FileStorage, files, {"root": WORDS[:1], "durable": ("true",)}),
+            "FileStorage.exists": Case(self.store.exists, {"keys": [self.key]}, {"keys": none}),
+            "FileStorage.read": Case(self.store.read, {"keys": [self.key], "pages": [self.page]}),
+            "FileStorage.remove": Case(self.store.remove, {"keys": [self.key]}, {"keys": none}),
+            "FileStorage.write": Case(self.store.write, {"keys": [self.key], "pages": [self.page]}),
+            "HiCacheController": Case(
+                HiCacheController,
+                {"pool": other.pool, "allocator": other.allocator, "host": other.host, "index": index,
+                 "policy": "write_back", "mover": None, "streams": None, "poison": True, "storage": None,
+                 "canary": None, "limits": None, "companions": ()},
+                {name: OPTIONAL for name in ("mover", "streams", "storage", "canary", "limits")}
+                | {"poison": ("true",), "companions": none},
+            ),
+            "HiCacheController.abort": Case(cache.abort, {"acquired": self.acquired}),
+            "HiCacheController.acquire": Case(
+                cache.acquire, {**prompt, "reach": None}, {**names, "reach": ("None", "0", "2**64")}
+            ),
+            "HiCacheController.advance": Case(
+                cache.advance, {"acquired": self.loaded, "computed": 24, "reach": None},
+                {"computed": ("0", "2**64"), "reach": ("None", "0", "2**64")},
+            ),
+            "HiCacheController.evict": Case(
+                cache.evict, {"pages": 1, "companion": None}, {"pages": ("0", "2**64"), "companion": OPTIONAL}
+            ),
+            "HiCacheController.extend": Case(
+                cache.extend, {"acquired": self.acquired, "count": 1}, {"count": NUMBER}
+            ),
+            "HiCacheController.finish": Case(cache.finish, {"acquired": self.loaded, "tokens": text}),
+            "HiCacheController.limit": Case(
+                cache.limit, {"acquired": self.acquired, "hit_tokens": 8}, {"hit_tokens": NUMBER}
+            ),
+            "HiCacheController.load": Case(cache.load, {"acquired": self.acquired}),
+            "HiCacheController.prefetch": Case(cache.prefetch, prompt, {**names, "tokens": none}),
+            "HiCacheController.snapshot": Case(cache.snapshot, {"acquired": self.loaded, "tokens": 28}),
+            "HitAgreement": Case(
+                HitAgreement, {"reduce_min": np.copy, "width": 1, "companions": False}, {"companions": ("true",)}
+            ),
+            "HitAgreement.limit": Case(
+                HitAgreement(np.copy, width=1).limit, {"cache": cache, "acquired": [self.acquired]}, {"acquired": none}
+            ),
+            "HitAgreement.minimum": Case(HitAgreement(np.copy, width=1).minimum, {"hits": [0]}, {"hits": none}),
+            "HostPool": Case(
+                HostPool, {"pool": other.pool, "pages": 1, "layout": "page_first", "pin": "auto"}
+            ),
+            "HostPool.mirror": Case(other.host.mirror, {"component": "key", "part": "target"}),
+            "MoverCapabilities.supports": Case(
+                cache.mover.capabilities.supports, {"layout": "page_first", "device_type": "cpu"},
+                {"layout": ANY, "device_type": ANY},
+            ),
+            "StorageIdentity.of": Case(
+                StorageIdentity.of, {"host": other.host, "salt": "", "canary": False},
+                {"salt": WORDS, "canary": ("true",)},
+            ),
+            "StorageTier": Case(
+                StorageTier,
+                {"host": other.host, "index": index, "storage": self.store, "threshold": 1, "batch": 1,
+                 "write_limit": 1, "threads": 0, "share": (0, 1), "salt": "", "canary": None},
+                {"threads": NUMBER, "salt": WORDS, "canary": OPTIONAL},
+            ),
+            "StorageTier.back_up": Case(tier.back_up, {"nodes": [1]}, {"nodes": none}),
+            "StorageTier.drain": Case(tier.drain, {"reads": True}, {"reads": ("true",)}),
+            "StorageTier.forget": Case(tier.forget, prompt, names),
+            "StorageTier.prefetch": Case(tier.prefetch, prompt, {**names, "tokens": none}),
+            "create_mover": Case(
+                hicache.create_mover, {"name": "auto", "host": other.host, "threads": 1}, says={"name": "mover"}
+            ),
+            "create_storage": Case(hicache.create_storage, {"name": "files"}),
+            "create_streams": Case(hicache.create_streams, {"device": torch.device("cpu")}),
+            "mover_names": Case(
+                hicache.mover_names, {"layout": "page_first", "device_type": "cpu"}, {"device_type": WORDS}
+            ),
+            "owner_rank": Case(hicache.owner_rank, {"key": self.key, "ranks": 1}),
+            "page_keys": Case(
+                hicache.page_keys, {"digest": b"x", **prompt, "page_size": 4},
+                {**names, "digest": ("bytes",), "tokens": none},
+            ),
+            "whole_pages": Case(hicache.whole_pages, {"slots": [4, 5, 6, 7], "page_size": 4}, {"slots": none}),
+        }  # fmt: skip
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    yield World(tmp_path)
+
+
+def test_the_table_has_every_public_argument(world: World) -> None:
+    cases = world.cases()
+    assert missing(hicache, cases, EXEMPT) == []
+    assert (set(cases) | set(EXEMPT)) - set(public(hicache)) == set()
+
+
+def test_odd_values_are_refused_by_name_and_change_nothing(world: World) -> None:
+    assert wrongs(world.cases(), TYPED) == []
+    assert world.state() == world.before
