@@ -131,8 +131,8 @@ def test_a_peer_whose_frame_is_none_is_refused() -> None:
 def test_the_item_length_of_a_state_must_fit_sglangs_frame() -> None:
     """A-39: a state over 4 GiB ends SGLang's receiver with struct.error."""
     side = Side(MHA, range(1))
-    side.args.state_item_lens = [[1 << 32]]
     here = Manager(side, mla=False)
+    side.args.state_item_lens = [[1 << 32]]
     with pytest.raises(ValueError, match="32 bits"):
         here.build_receiver_registration_message()
     here.engine.close()

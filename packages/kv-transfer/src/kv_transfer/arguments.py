@@ -10,7 +10,7 @@ import numbers
 import operator
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Final, TypeVar
+from typing import Final, TypeGuard, TypeVar
 
 from kv_transfer.errors import ArgumentError
 
@@ -26,6 +26,7 @@ __all__ = [
     "check_wait",
     "check_whole",
     "check_word",
+    "is_whole",
 ]
 
 _Value = TypeVar("_Value")
@@ -37,14 +38,18 @@ _LONGEST_TEXT: Final = 65_536
 _SHOWN: Final = 200  # characters of a value in an error
 
 
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether `value` is an int, of Python or of NumPy; bools, floats, arrays and tensors are none."""
+    return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
+
+
 def check_whole(name: str, value: object, most: int = _MOST, *, least: int = 0) -> int:
     """The whole number `value`, from `least` to `most`; NumPy integers are some, bools, floats and tensors are none.
 
     Raises:
         ArgumentError: It is none, or out of range.
     """
-    is_whole = type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
-    number = operator.index(value) if is_whole else least - 1  # type: ignore[arg-type]
+    number = operator.index(value) if is_whole(value) else least - 1
     if not least <= number <= most:
         raise ArgumentError(
             f"{name}: expected a whole number from {least} to {most}, got {_told(value)}",

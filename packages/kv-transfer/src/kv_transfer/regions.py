@@ -14,6 +14,7 @@ import kv_planner
 import numpy as np
 import numpy.typing as npt
 
+from kv_transfer.arguments import is_whole
 from kv_transfer.engine import RegistersTogether, TransferEngine
 from kv_transfer.errors import RegionError
 
@@ -28,11 +29,8 @@ def _number(name: str, value: object) -> int:
     Raises:
         RegionError: It is none.
     """
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        pass
+    if is_whole(value):
+        return operator.index(value)
     raise RegionError(
         f"{name}: expected a whole number, got {value!r:.80}",
         local=type(value).__name__,

@@ -12,7 +12,7 @@ import kv_planner
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.arguments import check_items, check_whole
+from kv_transfer.arguments import check_items, check_whole, is_whole
 from kv_transfer.chunks import Chunk, ChunkPlanner
 from kv_transfer.config import Limits
 from kv_transfer.coverage import Layer
@@ -40,7 +40,7 @@ def page_array(name: str, pages: npt.ArrayLike) -> npt.NDArray[np.int32] | npt.N
     try:
         array = np.asarray(pages)
         found = f"{array.dtype} of shape {array.shape}"
-    except (TypeError, ValueError) as error:  # lists of unequal length
+    except (TypeError, ValueError, RuntimeError) as error:  # lists of unequal length, tensors of a device
         array, found = np.zeros((), np.int64), str(error)
     if array.ndim != 1 or (array.size and array.dtype not in (np.int32, np.int64)):
         raise ArgumentError(
@@ -227,16 +227,16 @@ class RoomPlanner:
     def _known(self, name: str, given: Iterable[_Key], known: set[_Key]) -> set[_Key]:
         """What was given, as a set; a rank that sends nothing knows nothing and takes all."""
         items = check_items(name, given)
-        try:
-            wanted = set(items)
-        except TypeError:  # lists of lists
-            wanted = None
-        if wanted is None or bool in map(type, items) or (self.offer is not None and not wanted <= known):
-            strange = [item for item in items if type(item) not in (str, int) or item not in known]
+        strange = [
+            item
+            for item in items
+            if not (isinstance(item, str) or is_whole(item)) or (self.offer is not None and item not in known)
+        ]
+        if strange:
             raise ArgumentError(
                 f"{name}: {strange[:16]!r:.200} are not on this rank's route, which has {sorted(known)}",
                 local=str(strange)[:200],
                 consequence="nothing was sent",
                 remedy=f"leave {name} out for all of them",
             )
-        return wanted
+        return set(items)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import kv_planner
 
-from kv_transfer.arguments import check_kind, check_text
-from kv_transfer.integrations.sglang.names import LATENTS, Name, entry_list, own_names, refusal, stated, total_layers
+from kv_transfer.arguments import check_items, check_kind, check_text, check_whole
+from kv_transfer.integrations.sglang.fields import dtype_word, number_list
+from kv_transfer.integrations.sglang.names import LATENTS, Name, own_names, refusal, stated, total_layers
 
 if TYPE_CHECKING:
     from kv_planner import Component, DType, Part
@@ -24,6 +25,7 @@ _DTYPES: Mapping[str, tuple[DType, int]] = {
     "float32": ("float32", 4), "fp8_e4m3": ("float8_e4m3fn", 1), "float8_e4m3fn": ("float8_e4m3fn", 1),
     "fp8_e5m2": ("float8_e5m2", 1), "float8_e5m2": ("float8_e5m2", 1), "int8": ("int8", 1),
 }  # fmt: skip
+_MOST_DRAFTS = 1 << 16
 _Args = TypeVar("_Args")
 
 
@@ -57,24 +59,27 @@ def manifest_of(
         PlanError: What kv-planner refuses.
     """
     check_kind("mla", mla, bool)
+    check_text("device", device)
+    drafts = None if drafts is None else check_whole("drafts", drafts, _MOST_DRAFTS)
+    layers = None if layers is None else _checked(layers)
     if check_kind("fingerprint", fingerprint, str):
         check_text("fingerprint", fingerprint)
     place = kv_planner.Placement() if placement is None else check_kind("placement", placement, kv_planner.Placement)
     last = place.pp_rank == place.pp_size - 1
     names = own_names(kv_args, mla=mla, pp_size=place.pp_size, last=last)
-    lengths = (entry_list(kv_args, "kv_data_lens"), entry_list(kv_args, "kv_item_lens"))
-    if any(len(values) != len(names) for values in lengths):
+    pointers, lengths, items = (number_list(kv_args, f"kv_{name}") for name in ("data_ptrs", "data_lens", "item_lens"))
+    if not len(lengths) == len(items) == len(names):
         raise refusal(
-            "kv_item_lens", [len(values) for values in lengths], len(names), "the lists are parallel to kv_data_ptrs",
-            "publish a length for every buffer",
+            "kv_data_lens, kv_item_lens", f"{len(lengths)}, {len(items)}", len(names),
+            "the lists are parallel to kv_data_ptrs", "publish a length for every buffer",
         )  # fmt: skip
     page = stated(kv_args, "page_size")
     if not page:
         raise refusal("page_size", page, "1 or more", "without it no page can be found", "set the tokens of a page")
     heads, (first, stop) = _heads(kv_args, place, mla=mla)
     specs: dict[tuple[Component, Part], kv_planner.ComponentSpec] = {}
-    model = layers or _layers(kv_args, names, drafts)
-    for name, item in zip(names, kv_args.kv_item_lens, strict=True):
+    model = _layers(kv_args, names, drafts) if layers is None else layers
+    for name, item in zip(names, items, strict=True):
         component, part = name[:2]
         if (component, part) not in specs:
             specs[component, part] = _spec(kv_args, component, part, model[component, part], item, heads, stop - first)
@@ -87,9 +92,7 @@ def manifest_of(
             *name[:3], occurrence=name[3], device=device, address=address, nbytes=nbytes, item_stride=item,
             item_bytes=item, head_range=(first, stop),
         )
-        for name, address, nbytes, item in zip(
-            names, kv_args.kv_data_ptrs, kv_args.kv_data_lens, kv_args.kv_item_lens, strict=True
-        )
+        for name, address, nbytes, item in zip(names, pointers, lengths, items, strict=True)
     ]  # fmt: skip
     return kv_planner.RankManifest(layout, place, entries)
 
@@ -110,7 +113,7 @@ def fill_kv_args(kv_args: _Args, manifest: kv_planner.RankManifest) -> _Args:
             takes no fields.
     """
     check_kind("manifest", manifest, kv_planner.RankManifest)
-    if not hasattr(kv_args, "__dict__"):
+    if not hasattr(kv_args, "__dict__") or isinstance(kv_args, type):
         raise refusal("kv_args", None, f"{kv_args!r:.80}", "it takes no fields", "pass SGLang's KVArgs")
     layout, place = manifest.layout, manifest.placement
     parts: tuple[Part, ...] = ("target", "draft")
@@ -143,6 +146,19 @@ def fill_kv_args(kv_args: _Args, manifest: kv_planner.RankManifest) -> _Args:
         first, stop = next(e.head_range for e in entries if e.component == "key")
         fields.kv_head_num, fields.total_kv_head_num = stop - first, layout.spec("key").total_heads
     return kv_args
+
+
+def _checked(layers: Mapping[tuple[Component, Part], Sequence[int]]) -> dict[tuple[Component, Part], Sequence[int]]:
+    """Layers that a caller gives."""
+    found: dict[tuple[Component, Part], Sequence[int]] = {}
+    for kind, ids in check_kind("layers", layers, Mapping).items():  # type: ignore[type-abstract]
+        name = f"layers[{kind!r:.80}]"
+        if not (isinstance(kind, tuple) and len(kind) == 2 and all(isinstance(word, str) for word in kind)):
+            raise refusal(
+                name, None, "a component and a part", "no name of layers", "name layers by component and part"
+            )
+        found[kind] = [check_whole(name, layer) for layer in check_items(name, ids)]
+    return found
 
 
 def _heads(kv_args: Any, place: kv_planner.Placement, *, mla: bool) -> tuple[int, tuple[int, int]]:
@@ -187,7 +203,7 @@ def _spec(
             f"no page of {kv_args.page_size} tokens with {own} heads", "publish the bytes of a page of every buffer",
         )  # fmt: skip
     width = item // (kv_args.page_size * own)
-    word = str(getattr(kv_args, "kv_cache_dtype_str", "") or "").removeprefix("torch.")
+    word = dtype_word(kv_args).removeprefix("torch.")
     dtype, size = _DTYPES.get(word, ("uint8", 1)) if component not in LATENTS[2:] else ("uint8", 1)
     if width % size:
         dtype, size = "uint8", 1

@@ -20,6 +20,7 @@ import numpy as np
 from kv_transfer.engine import Blocks
 from kv_transfer.errors import TransferFailed
 from kv_transfer.integrations._engine import engine_module
+from kv_transfer.integrations.sglang.fields import check_fields
 from kv_transfer.integrations.sglang.names import check_list, own_names, refusal
 from kv_transfer.integrations.sglang.pages import Pages, Ranks
 from kv_transfer.integrations.sglang.peer import Peer
@@ -79,8 +80,10 @@ class PlannedTransfers(Registrations, Pointers):
 
         Raises:
             EngineError: The engine refused a range; SGLang's Ascend engine writes that to a debug log alone (A-37).
+            UnsupportedLayout: A field of `KVArgs` is of another kind.
         """
         args = self.kv_args
+        check_fields(args)
         pointers, lengths = [*args.kv_data_ptrs, *args.aux_data_ptrs], [*args.kv_data_lens, *args.aux_data_lens]
         for addresses, sizes in zip(args.state_data_ptrs or (), args.state_data_lens or (), strict=True):
             pointers += addresses
@@ -349,7 +352,7 @@ def _pages(source: Any, destination: Any) -> tuple[Any, Any]:
     for name, pages in (("prefill_kv_indices", source), ("dst_kv_indices", destination)):
         try:
             array = np.asarray(pages).reshape(-1)
-        except ValueError:  # lists of unequal length
+        except (TypeError, ValueError):  # lists of unequal length, tensors of a device
             array = np.zeros(1, object)
         if array.size and array.dtype.kind not in "iu":
             raise refusal(

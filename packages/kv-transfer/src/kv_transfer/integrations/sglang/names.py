@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import kv_planner
 
-from kv_transfer.arguments import check_items, check_whole
+from kv_transfer.arguments import check_items, check_whole, is_whole
 from kv_transfer.errors import ArgumentError, UnsupportedLayout
 
 if TYPE_CHECKING:
@@ -260,15 +260,27 @@ def own_names(kv_args: Any, *, mla: bool, pp_size: int | None, last: bool | None
             raise refusal(
                 field, len(values), entries, "not one for every entry of kv_data_ptrs", "publish all of them, or none"
             )
-    wrong = [name for name in given if not (isinstance(name, Sequence) and len(name) == 4)]
+    wrong = [name for name in given if not _is_name(name)]
     if wrong:
         what = "a component, a part, a layer id and an occurrence"
         raise refusal("kv_entry_names", f"{wrong[0]!r:.80}", what, "no name of a buffer", "let name_entries write them")
     if given:
         return tuple((name[0], name[1], name[2], name[3]) for name in given)
     if ids:
+        strange = [layer for layer in ids if not is_whole(layer) or not 0 <= layer < 1 << 64]
+        if strange:
+            what, remedy = f"{strange[0]!r:.80}", "publish the id of each buffer's layer"
+            raise refusal("kv_layer_ids", what, "whole numbers", "no layer", remedy)
         return _names_by_id(ids, LATENTS if mla else PAIRS)
     return stage_of(kv_args, entries, mla=mla, pp_size=pp_size, last=last).names()
+
+
+def _is_name(name: object) -> bool:
+    """Whether it has two words and two numbers."""
+    if not isinstance(name, Sequence) or len(name) != 4:
+        return False
+    component, part, layer, occurrence = name
+    return isinstance(component, str) and isinstance(part, str) and is_whole(layer) and is_whole(occurrence)
 
 
 def pair_with_peer(
@@ -351,6 +363,9 @@ def compressed_names(ratios: Sequence[int], layers: range, kind: str) -> Iterato
         ratios: Compression of every layer of the model.
         layers: Those of the list's owner.
         kind: "main" (latents, index keys and scales of the layers at 4), "c128", "c4_state" or "window".
+
+    Raises:
+        UnsupportedLayout: A layer has no compression.
     """
     lists: dict[str, tuple[int | None, tuple[tuple[Component, int], ...]]] = {
         "main": (4, (("latent_c4", 0), ("index_key", 0), ("index_scale", 0))),
@@ -358,6 +373,11 @@ def compressed_names(ratios: Sequence[int], layers: range, kind: str) -> Iterato
         "c4_state": (4, (("state", 0), ("state", 1))),
         "window": (None, (("latent", 0),)),
     }
+    if len(ratios) < layers.stop:
+        raise refusal(
+            "mla_compression_ratios", len(ratios), layers.stop, "a layer of this rank has none",
+            "give the compression of every layer of the model",
+        )  # fmt: skip
     ratio, groups = lists[kind]
     for component, occurrence in groups:
         for layer in layers:
