@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from kv_transfer.arguments import check_items, check_whole
 from kv_transfer.errors import ArgumentError
-from kv_transfer.integrations.sglang.names import check_list, entry_list, optional_list, refusal, stated
+from kv_transfer.integrations.sglang.names import check_list, entry_list, given_names, optional_list, refusal, stated
 
 __all__ = ["check_fields", "dtype_word", "number_list"]
 
@@ -44,6 +44,7 @@ def check_fields(kv_args: Any) -> None:
     _parallel(states)
     for number in range(len(states[0][1])):
         _parallel([(f"{name}[{number}]", _numbers(f"{name}[{number}]", held[number])) for name, held in states])
+    given_names(kv_args)
     for field in _NUMBERS:
         stated(kv_args, field)
     dtype_word(kv_args)

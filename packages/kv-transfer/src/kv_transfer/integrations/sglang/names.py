@@ -27,6 +27,7 @@ __all__ = [
     "check_list",
     "compressed_names",
     "entry_list",
+    "given_names",
     "optional_list",
     "own_names",
     "pair_entries",
@@ -254,18 +255,14 @@ def own_names(kv_args: Any, *, mla: bool, pp_size: int | None, last: bool | None
         UnsupportedLayout: Names or ids do not cover the list, or counts do not say what is in it.
     """
     entries = len(entry_list(kv_args, "kv_data_ptrs"))
-    given, ids = (optional_list(kv_args, field) for field in ("kv_entry_names", "kv_layer_ids"))
+    given, ids = given_names(kv_args), optional_list(kv_args, "kv_layer_ids")
     for field, values in (("kv_entry_names", given), ("kv_layer_ids", ids)):
         if values and len(values) != entries:
             raise refusal(
                 field, len(values), entries, "not one for every entry of kv_data_ptrs", "publish all of them, or none"
             )
-    wrong = [name for name in given if not _is_name(name)]
-    if wrong:
-        what = "a component, a part, a layer id and an occurrence"
-        raise refusal("kv_entry_names", f"{wrong[0]!r:.80}", what, "no name of a buffer", "let name_entries write them")
     if given:
-        return tuple((name[0], name[1], name[2], name[3]) for name in given)
+        return given
     if ids:
         strange = [layer for layer in ids if not is_whole(layer) or not 0 <= layer < 1 << 64]
         if strange:
@@ -273,6 +270,20 @@ def own_names(kv_args: Any, *, mla: bool, pp_size: int | None, last: bool | None
             raise refusal("kv_layer_ids", what, "whole numbers", "no layer", remedy)
         return _names_by_id(ids, LATENTS if mla else PAIRS)
     return stage_of(kv_args, entries, mla=mla, pp_size=pp_size, last=last).names()
+
+
+def given_names(kv_args: Any) -> tuple[Name, ...]:
+    """The names that `setup_state_kv_args` wrote; none where it wrote none.
+
+    Raises:
+        UnsupportedLayout: One is no name.
+    """
+    given = optional_list(kv_args, "kv_entry_names")
+    wrong = [name for name in given if not _is_name(name)]
+    if wrong:
+        what = "a component, a part, a layer id and an occurrence"
+        raise refusal("kv_entry_names", f"{wrong[0]!r:.80}", what, "no name of a buffer", "let name_entries write them")
+    return tuple((name[0], name[1], name[2], name[3]) for name in given)
 
 
 def _is_name(name: object) -> bool:
