@@ -19,8 +19,8 @@ GOLDEN = ROOT / "crates/kv-planner/python/tests/golden"
 POOLS = ROOT / "packages/kv-pool/tests/golden"
 TRANSFER = ROOT / "packages/kv-transfer/tests/golden"
 NAMES = (
-    "compressed", "contents", "contexts", "hashes", "heads", "memfabric", "pairing", "pools", "prefixes", "runs",
-    "slicing", "states", "steps", "transfers",
+    "compressed", "contents", "contexts", "hashes", "heads", "memfabric", "pairing", "pools", "prefixes", "recurrent",
+    "runs", "slicing", "states", "steps", "transfers",
 )  # fmt: skip
 ENGINE = "SGLang 0.5.23"
 
@@ -29,7 +29,7 @@ __all__ = ["NAMES", "dump", "place", "record"]
 
 def place(name: str) -> Path:
     """The file that holds an answer."""
-    folders = {"contents": POOLS, "pools": POOLS, "memfabric": TRANSFER, "transfers": TRANSFER}
+    folders = {"contents": POOLS, "pools": POOLS, "recurrent": POOLS, "memfabric": TRANSFER, "transfers": TRANSFER}
     return folders.get(name, GOLDEN) / f"{name}.json"
 
 

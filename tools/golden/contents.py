@@ -1,4 +1,4 @@
-"""What SGLang's NPU pools hold after their own writes, and what their groups and states publish.
+"""What SGLang's NPU pools hold after their own writes, and what their groups publish.
 
 Contents are digests of whole buffers: rows follow a formula that the reader repeats, so that every byte counts and
 files stay small. The row operators are plain indexing here; `tests/engines` runs the same writers on the emulated NPU.
@@ -15,10 +15,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
 from sglang.srt.hardware_backend.npu import memory_pool_npu
 from sglang.srt.hardware_backend.npu.memory_pool_npu import NPUMHATokenToKVPool, NPUMLATokenToKVPool
-from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel
@@ -174,34 +172,17 @@ def _windowed() -> dict[str, Any]:
     return {**case, "kind": "windowed", "groups": groups}
 
 
-def _states(draft_tokens: int | None) -> dict[str, Any]:
-    layers = [1, 2, 4]
-    shape = Mamba2StateShape.create(
-        tp_world_size=1, intermediate_size=32, n_groups=1, num_heads=4, head_dim=8, state_size=6, conv_kernel=4
-    )
-    dtype = Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
-    pool = memory_pool.MambaPool(
-        size=7, spec_state_size=3, mamba_layer_ids=layers, device="cpu", speculative_num_draft_tokens=draft_tokens,
-        cache_params=Mamba2CacheParams(dtype=dtype, layers=layers, shape=shape),
-    )  # fmt: skip
-    lengths, items = pool.get_contiguous_buf_infos()[1:3]
-    shapes = {"conv": list(pool.mamba_cache.conv[0].shape), "temporal": list(pool.mamba_cache.temporal.shape)}
-    found = {"lengths": [int(length) for length in lengths], "items": [int(item) for item in items]}
-    return {"kind": "states", "draft_tokens": draft_tokens, "requests": 7, "layers": layers, "shapes": shapes, **found}
-
-
 def record() -> dict[str, Any]:
-    """Every case; SGLang's state pool is asked for the layout that it has on an NPU."""
+    """Every case."""
     ops = SimpleNamespace(
         npu_scatter_nd_update_=_scatter, _npu_reshape_and_cache=_reshape_and_cache, npu_dynamic_quant=_quantized
     )
     alone = {"attn_dcp_size": 1, "attn_dcp_rank": 0, "attn_cp_size": 1, "attn_tp_size": 1, "dcp_enabled": False}
     with (
         patch.object(memory_pool_npu, "torch_npu", ops, create=True),
-        patch.object(memory_pool, "_is_npu", True),
         get_parallel().override(**alone),
     ):
-        cases = [*map(_heads, HEADS), *map(_latents, LATENTS), _windowed(), *map(_states, (None, 3))]
+        cases = [*map(_heads, HEADS), *map(_latents, LATENTS), _windowed()]
     return {
         "page_size": PAGE, "size": SIZE, "layers": LAYERS, "start": START, "slots": SLOTS,
         "window_slots": WINDOW_SLOTS, "cases": cases,

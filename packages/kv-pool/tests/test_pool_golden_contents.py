@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from kv_planner import ComponentSpec, ModelLayout
-from kv_pool import HybridPool, MhaPool, MlaPool, Pool, StatePool, packed_record_bytes
+from kv_pool import HybridPool, MhaPool, MlaPool, Pool, packed_record_bytes
 
 GOLDEN = json.loads((Path(__file__).parent / "golden/contents.json").read_text(encoding="utf-8"))
 SLOTS, START = torch.tensor(GOLDEN["slots"]), GOLDEN["start"]
@@ -114,25 +114,3 @@ def test_both_groups_of_a_windowed_pool_lie_where_theirs_do(case: dict[str, Any]
         entries = held.manifest().entries
         assert [entry.nbytes for entry in entries] == theirs["lengths"]
         assert [entry.item_bytes for entry in entries] == theirs["items"]
-
-
-@cases("states")
-def test_states_have_the_rows_and_sizes_of_theirs(case: dict[str, Any]) -> None:
-    """A conv state has its window first and its channels last; verify steps make the window longer."""
-    layers, rows_, (window, channels) = case["layers"], case["requests"] + 1, case["shapes"]["conv"][2:]
-    heads, *shape = case["shapes"]["temporal"][2:]
-    states = {"item_kind": "request_row"}
-    pool = StatePool(
-        {
-            "conv": layout(spec("state", layers, window * channels, "bfloat16", 1, **states)),
-            "temporal": layout(spec("state", layers, shape[0] * shape[1], "float32", heads, **states)),
-        },
-        requests=case["requests"],
-        device="cpu",
-        shapes={"conv": (window, channels), "temporal": shape},
-    )
-    assert list(pool.state("conv", 2).shape) == [rows_, 1, window, channels]
-    assert list(pool.state("temporal", 2).shape) == [rows_, heads, *shape]
-    entries = [entry for kind in ("conv", "temporal") for entry in pool.kind(kind).manifest().entries]
-    assert [entry.nbytes for entry in entries] == case["lengths"]
-    assert [entry.item_bytes for entry in entries] == case["items"]

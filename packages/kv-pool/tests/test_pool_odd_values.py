@@ -172,7 +172,8 @@ class World:
                 {"layer_ids": OPTIONAL, "placement": OPTIONAL, "shapes": OPTIONAL, "region": OPTIONAL},
                 {"layouts": "layout"},
             ),
-            "StatePool.clear": Case(self.states.clear, {"rows": torch.tensor([1])}, says={"rows": "slots"}),
+            "StatePool.clear": Case(self.states.clear, {"rows": torch.tensor([1])}),
+            "StatePool.copy": Case(self.states.copy, {"sources": torch.tensor([1]), "targets": torch.tensor([2])}),
             "StatePool.kind": Case(self.states.kind, {"name": "a"}, says={"name": "kind"}),
             "StatePool.state": Case(self.states.state, {"kind": "a", **layer}, layers),
             "StatePool.write": Case(

@@ -10,9 +10,12 @@ import pytest
 import torch
 from kv_planner import ComponentSpec, ModelLayout, Placement
 from kv_pool import (
+    DeviceMismatch,
+    DtypeMismatch,
     HeadRangeError,
     LayoutError,
     PoolSizeError,
+    RowMismatch,
     SlotOutOfRange,
     StatePool,
     UnheldComponent,
@@ -36,7 +39,7 @@ def layout(
 def make(**options: Any) -> StatePool:
     layouts = {"conv": layout(6, "bfloat16"), "recurrent": layout(8, "float32")}
     shapes = {"recurrent": (2, 4)}
-    return StatePool(layouts, **{"requests": 5, "device": "cpu", "shapes": shapes, **options})
+    return StatePool(**{"layouts": layouts, "requests": 5, "device": "cpu", "shapes": shapes, **options})
 
 
 def test_kinds_have_shapes_and_dtypes_of_their_own() -> None:
@@ -77,6 +80,55 @@ def test_writes_touch_the_named_rows_only(make_labels: Labels, as_bits: Callable
     for (kind, part), expected in before.items():
         expected[:, 4] = 0
         assert torch.equal(as_bits(pool.kind(kind).storage("state", part)), expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn", "uint8"])
+def test_copies_read_all_rows_before_they_write_one(
+    make_labels: Labels, as_bits: Callable[[torch.Tensor], torch.Tensor], dtype: str, index: torch.dtype
+) -> None:
+    """Rows that change places, one row for two, a padded one: every kind, part and layer, and no other row."""
+    pool = make(layouts={"conv": layout(6, dtype), "recurrent": layout(8, "float32")})
+    sources, targets = [2, 1, 4, 4, 3], [1, 2, 3, 5, 0]
+    before = {}
+    for seed, kind in enumerate(pool.kinds):
+        for part in ("target", "draft"):
+            storage = pool.kind(kind).storage("state", part)
+            storage.copy_(make_labels(storage.shape, storage.dtype, seed))
+            before[kind, part] = as_bits(storage).clone()
+    given = [torch.tensor(rows, dtype=index) for rows in (sources, targets)]
+    pool.copy(*given)
+    assert [rows.tolist() for rows in given] == [sources, targets]
+    for (kind, part), held in before.items():
+        expected = held.clone()
+        for source, target in zip(sources, targets, strict=True):
+            expected[:, target] = held[:, source]
+        assert torch.equal(as_bits(pool.kind(kind).storage("state", part)), expected)  # type: ignore[arg-type]
+    pool.copy(*(torch.empty(0, dtype=index) for _ in range(2)))
+
+
+def test_copies_that_do_not_fit_write_nothing(
+    make_labels: Labels, as_bits: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    pool = make()
+    storage = pool.kind("conv").storage("state")
+    storage.copy_(make_labels(storage.shape, storage.dtype, 3))
+    before = as_bits(storage).clone()
+    one, two = torch.tensor([1]), torch.tensor([2])
+    wrong: list[tuple[Any, Any, type[Exception], str]] = [
+        (torch.tensor([6]), two, SlotOutOfRange, "sources"),
+        (torch.tensor([-1]), two, SlotOutOfRange, "sources"),
+        (one, torch.tensor([6]), SlotOutOfRange, "targets"),
+        (one.float(), two, DtypeMismatch, "sources"),
+        (one, two.to(torch.int16), DtypeMismatch, "targets"),
+        (one[None], two, RowMismatch, "sources"),
+        (one, two.to("meta"), DeviceMismatch, "targets"),
+        (one, torch.tensor([2, 3]), RowMismatch, "targets"),
+    ]
+    for sources, targets, error, name in wrong:
+        with pytest.raises(error, match=name):
+            pool.copy(sources, targets)
+    assert torch.equal(as_bits(storage), before)
 
 
 def test_states_travel_to_the_host_and_back(

@@ -19,7 +19,7 @@ from kv_pool._storage import Region, allocate, as_device
 from kv_pool.errors import LayoutError, PoolSizeError, RowMismatch, UnknownLayer, WriteError
 from kv_pool.tables import INT32_MAX, whole_number
 from kv_pool.writers import WriterName, create_writer
-from kv_pool.writers._checks import check_rows
+from kv_pool.writers._checks import as_bits, check_device, check_index, check_slot_values
 
 if TYPE_CHECKING:
     from kv_planner import Part as PartName
@@ -168,6 +168,36 @@ class StatePool:
         except WriteError as error:  # of the writer, whose rows are states, and slots the rows
             raise error.named({"rows": "states", "slots": "rows"}.get(error.argument, error.argument)) from None
 
+    def copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy rows of every kind, layer and part: a state that two requests go on from, or that is kept as it is.
+
+        All sources of a layer are read before a target is written, so that rows may change places. Safe inside graph
+        capture, as `write` is.
+
+        Args:
+            sources: Rows to read; one may be named several times. Shape: [requests]; int32 or int64 on the pool's
+                device; on a device, a negative one reads row 0.
+            targets: The row that each goes to, each once. Shape and dtypes: as of `sources`; padded ones name row 0.
+
+        Raises:
+            WriteError: Something does not fit; nothing is written.
+        """
+        layers = self._layers()
+        self._check("sources", sources, layers[0].device)
+        self._check("targets", targets, layers[0].device)
+        if len(sources) != len(targets):
+            raise RowMismatch(
+                "targets",
+                given=f"{len(targets)} rows",
+                expected=f"{len(sources)}, one a source",
+                consequence="some states would be lost or stored twice",
+                remedy="pass one target a source; padded ones name row 0",
+            )
+        index = sources.to(torch.int64).clamp_min(0)
+        for layer in layers:
+            states = as_bits(layer).squeeze(1).index_select(0, index).view(layer.dtype)
+            self._writer.write_rows(layer, targets, states)
+
     def clear(self, rows: torch.Tensor) -> None:
         """Zero rows of every kind, layer and part, before their first use by a request.
 
@@ -177,12 +207,22 @@ class StatePool:
         Raises:
             WriteError: Something does not fit.
         """
-        check_rows(rows)
-        for kind in self._kinds.values():
-            for component, part in kind.components:
-                for layer in kind.layers(component, part):
-                    zeros = torch.zeros((len(rows), *layer.shape[2:]), dtype=layer.dtype, device=layer.device)
-                    self._writer.write_rows(layer, rows, zeros)
+        layers = self._layers()
+        self._check("rows", rows, layers[0].device)
+        for layer in layers:
+            zeros = torch.zeros((len(rows), *layer.shape[2:]), dtype=layer.dtype, device=layer.device)
+            self._writer.write_rows(layer, rows, zeros)
+
+    def _check(self, argument: str, rows: torch.Tensor, device: torch.device) -> None:
+        """Refuse what names no rows of this pool; values where they can be read without waiting."""
+        check_index(argument, rows, (torch.int32, torch.int64))
+        check_device(argument, rows, device)
+        if device.type == "cpu":
+            check_slot_values(rows, self._rows, argument)
+
+    def _layers(self) -> list[torch.Tensor]:
+        """Every layer of every part and kind. Shape of each: [rows, 1, heads, dims]."""
+        return [layer for kind in self._kinds.values() for name in kind.components for layer in kind.layers(*name)]
 
 
 def _shape_error(argument: str, given: object, expected: str) -> LayoutError:

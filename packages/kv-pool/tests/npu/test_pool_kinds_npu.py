@@ -121,7 +121,8 @@ def test_captured_states_follow_their_rows(
 ) -> None:
     """One graph of a bucket of four, replayed for 3, 1 and 4 requests: padded rows name row 0 and nobody's state moves.
 
-    Both kinds, target and draft, a clear of newly given rows before the writes; contents and rows are new each time.
+    Both kinds, target and draft; before the writes a clear of newly given rows, and copies that change places; contents
+    and rows are new each time.
     """
     shared: Any = {"total_heads": 2, "item_kind": "request_row"}
     kinds: list[tuple[str, Any, int]] = [("conv", "bfloat16", 6), ("recurrent", "float32", 8)]
@@ -140,11 +141,12 @@ def test_captured_states_follow_their_rows(
     where: list[tuple[str, int, Any]] = [
         (kind, layer, part) for kind in pool.kinds for layer, part in ((1, "target"), (3, "target"), (7, "draft"))
     ]
-    rows, fresh = (torch.zeros(4, dtype=rows_dtype, device=NPU) for _ in range(2))
+    rows, fresh, sources, targets = (torch.zeros(4, dtype=rows_dtype, device=NPU) for _ in range(4))
     static = {place: torch.zeros_like(pool.state(*place)[:4]) for place in where}
 
     def step() -> None:
         pool.clear(fresh)
+        pool.copy(sources, targets)
         for place in where:
             pool.write(place[0], place[1], rows, static[place], place[2])
 
@@ -159,10 +161,14 @@ def test_captured_states_follow_their_rows(
     for seed, place in enumerate(where):
         pool.state(*place).copy_(make_labels(pool.state(*place).shape, pool.state(*place).dtype, seed))
         expected[place] = as_bits(pool.state(*place)).clone()
-    replays = [([5, 2, 6], []), ([3], [4]), ([6, 1, 4, 2], [1, 3])]
-    for number, (live, given) in enumerate(replays):
-        rows.copy_(torch.tensor(live + [0] * (4 - len(live))))
-        fresh.copy_(torch.tensor(given + [0] * (4 - len(given))))
+    replays: list[tuple[list[int], list[int], list[int], list[int]]] = [
+        ([5, 2, 6], [], [1, 4], [4, 1]),
+        ([3], [4], [5, 5, 2], [1, 6, 5]),
+        ([6, 1, 4, 2], [1, 3], [], []),
+    ]
+    for number, (live, given, read, written) in enumerate(replays):
+        for index, wanted in ((rows, live), (fresh, given), (sources, read), (targets, written)):
+            index.copy_(torch.tensor(wanted + [0] * (4 - len(wanted))))
         contents = {}
         for seed, place in enumerate(where):
             contents[place] = make_labels(static[place].shape, static[place].dtype, 100 * number + seed + 20)
@@ -171,6 +177,7 @@ def test_captured_states_follow_their_rows(
         npu.synchronize()
         for place in where:
             expected[place][given] = 0
+            expected[place][written] = expected[place][read].clone()
             expected[place][live] = as_bits(contents[place])[: len(live)]
             found = as_bits(pool.state(*place))
             assert torch.equal(found[1:], expected[place][1:]), (number, place)

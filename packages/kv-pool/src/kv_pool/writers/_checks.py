@@ -12,7 +12,7 @@ import torch
 
 from kv_pool.errors import AliasedRows, DeviceMismatch, DtypeMismatch, RowMismatch, SlotOutOfRange, WidthMismatch
 
-__all__ = ["Store", "as_bits", "check_apart", "check_rows", "check_slot_values", "check_write"]
+__all__ = ["Store", "as_bits", "check_apart", "check_device", "check_index", "check_slot_values", "check_write"]
 
 Store: TypeAlias = "tuple[str, torch.Tensor, torch.Tensor]"
 """Name of a component, its rows, and the cache that they go into."""
@@ -24,33 +24,50 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if known else tensor.view(torch.int8)
 
 
-def check_rows(slots: torch.Tensor) -> None:
-    """Refuse slots, or rows of requests, that are no list.
+def check_index(argument: str, slots: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Refuse slots, or rows of requests, that are no list of one of some integer dtypes.
 
     Raises:
         RowMismatch: No tensor of one axis.
+        DtypeMismatch: Another dtype.
     """
     if not isinstance(slots, torch.Tensor) or slots.ndim != 1:
         raise RowMismatch(
-            "slots",
+            argument,
             given=f"shape {tuple(slots.shape)}" if isinstance(slots, torch.Tensor) else type(slots).__name__,
             expected="a tensor of shape [tokens]",
             consequence="rows could not be told apart",
             remedy="flatten the slots to one a token",
         )
+    if slots.dtype not in dtypes:
+        raise DtypeMismatch(
+            argument,
+            given=slots.dtype,
+            expected=" or ".join(str(dtype) for dtype in dtypes),
+            consequence="a cast would wrap large slots or wait for the device",
+            remedy="build the slots in that dtype (kv_pool.narrow_slots), or choose another writer",
+        )
+
+
+def check_device(argument: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Refuse a tensor that is not where the pool is.
+
+    Raises:
+        DeviceMismatch: As said.
+    """
+    if tensor.device != device:
+        raise DeviceMismatch(
+            argument,
+            given=tensor.device,
+            expected=f"{device} (the pool's device)",
+            consequence="the write would wait for a copy, and could not be captured",
+            remedy="move it to the pool's device first",
+        )
 
 
 def check_write(slots: torch.Tensor, stores: Sequence[Store], slot_dtypes: tuple[torch.dtype, ...]) -> None:
     """Refuse a write that does not fit; see `Writer.write` for what fits."""
-    check_rows(slots)
-    if slots.dtype not in slot_dtypes:
-        raise DtypeMismatch(
-            "slots",
-            given=slots.dtype,
-            expected=" or ".join(str(dtype) for dtype in slot_dtypes),
-            consequence="a cast would wrap large slots or wait for the device",
-            remedy="build the slots in that dtype (kv_pool.narrow_slots), or choose another writer",
-        )
+    check_index("slots", slots, slot_dtypes)
     for name, rows, cache in stores:
         if not isinstance(rows, torch.Tensor) or not isinstance(cache, torch.Tensor) or cache.ndim != 4:
             shapes = [list(own.shape) if isinstance(own, torch.Tensor) else type(own).__name__ for own in (rows, cache)]
@@ -87,14 +104,7 @@ def check_write(slots: torch.Tensor, stores: Sequence[Store], slot_dtypes: tuple
             )
     device = stores[0][2].device
     for name, tensor in (("slots", slots), *((name, rows) for name, rows, _ in stores)):
-        if tensor.device != device:
-            raise DeviceMismatch(
-                name,
-                given=tensor.device,
-                expected=f"{device} (the pool's device)",
-                consequence="the write would wait for a copy, and could not be captured",
-                remedy="move it to the pool's device first",
-            )
+        check_device(name, tensor, device)
 
 
 def check_apart(slots: torch.Tensor, stores: Sequence[Store]) -> None:
@@ -128,14 +138,14 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return start * size, (start + last + 1) * size
 
 
-def check_slot_values(slots: torch.Tensor, num_slots: int) -> None:
+def check_slot_values(slots: torch.Tensor, num_slots: int, argument: str = "slots") -> None:
     """Refuse slots outside `0..num_slots-1`. Reads the values: for tensors in host memory only."""
     if not slots.numel():
         return
     low, high = int(slots.min()), int(slots.max())
     if low < 0 or high >= num_slots:
         raise SlotOutOfRange(
-            "slots",
+            argument,
             given=f"values from {low} to {high}",
             expected=f"values in 0..{num_slots - 1}",
             consequence="a negative slot would wrap around to the end of the pool, a large one lies outside it",
