@@ -21,9 +21,14 @@ from kv_pool.hicache import HostPool, create_mover
 
 GOLDEN = json.loads((Path(__file__).parent / "golden/recurrent.json").read_text(encoding="utf-8"))
 LAYERS, ROWS = GOLDEN["layers"], GOLDEN["requests"] + 1
-CASES = [pytest.param(case, id=f"{case['model']} {case['draft_tokens']}") for case in GOLDEN["cases"]]
-DRAFTED = [param for param in CASES if param.values[0]["accepted"]]
 MISTAKES = GOLDEN["mistakes"]
+
+
+def cases(having: str) -> pytest.MarkDecorator:
+    found = [case for case in GOLDEN["cases"] if case[having]]
+    assert found
+    ids = [f"{case['model']}, {case['draft_tokens'] or 'no'} drafts" for case in found]
+    return pytest.mark.parametrize("case", found, ids=ids)
 
 
 def pool_of(case: dict[str, Any]) -> StatePool:
@@ -63,7 +68,7 @@ def rows(values: Sequence[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("case", CASES)
+@cases("kinds")
 def test_shapes_dtypes_strides_and_entries_are_theirs(case: dict[str, Any]) -> None:
     """Row 0 is a row like any other in memory; a fresh pool holds zeros; work space of drafts has no entry."""
     pool = pool_of(case)
@@ -85,7 +90,7 @@ def test_shapes_dtypes_strides_and_entries_are_theirs(case: dict[str, Any]) -> N
     assert [entry.layer_id for kind in pool.kinds for entry in pool.kind(kind).manifest().entries] == case["layer_ids"]
 
 
-@pytest.mark.parametrize("case", CASES)
+@cases("life")
 def test_every_call_leaves_the_bytes_of_theirs(case: dict[str, Any]) -> None:
     """Writes, clears, forks (rows that change places, one row twice), a copy to the host and back into other rows."""
     pool, theirs = pool_of(case), case["life"]
@@ -108,7 +113,7 @@ def test_every_call_leaves_the_bytes_of_theirs(case: dict[str, Any]) -> None:
     assert digests(pool) == theirs["restored"]
 
 
-@pytest.mark.parametrize("case", CASES)
+@cases("hosts")
 def test_the_host_holds_and_gives_back_the_bytes_of_theirs(case: dict[str, Any]) -> None:
     """One host pool a kind here, one for all there: equal shapes but for an axis of 1, equal pieces and flat pages.
 
@@ -151,7 +156,7 @@ def rolled(windows: torch.Tensor, steps: list[int], drafts: int) -> torch.Tensor
     return ended
 
 
-@pytest.mark.parametrize("case", DRAFTED)
+@cases("accepted")
 def test_accepted_drafts_are_written_back_as_theirs(case: dict[str, Any]) -> None:
     """A verify step leaves a temporal state a draft in work space, and all drafts in the windows of the rows.
 
@@ -238,7 +243,7 @@ def test_rows_that_do_not_exist_are_refused() -> None:
     assert digests(pool) == before
 
 
-@pytest.mark.parametrize("case", [param for param in CASES if param.values[0]["slices"]])
+@cases("slices")
 def test_conv_states_of_unequal_tp_are_refused(case: dict[str, Any]) -> None:
     """SGLang cuts them along the window, which comes first on an NPU, and the second rank writes behind the row.
 
