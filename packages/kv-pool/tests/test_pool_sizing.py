@@ -135,6 +135,41 @@ def test_pools_of_every_kind_take_what_was_planned() -> None:
     assert hosts <= host_bytes
 
 
+def test_a_stage_without_layers_of_a_pool_has_none_of_it() -> None:
+    """A draft apart lies on the last stage, a window's layers on the first, keys and values not on the third."""
+    pools = [
+        PoolShare("full", layout(layers=range(4)), layer_ids=[[0, 1, 2], [3], []]),
+        PoolShare("window", layout(layers=[4]), 0.5, layer_ids=[[4], [], []]),
+        PoolShare("draft", layout("draft", layers=[5, 6]), layer_ids=[{"draft": []}, {"draft": [5, 6]}, {"draft": []}]),
+        PoolShare("states", layout(layers=[7], kind="request_row"), requests=3, layer_ids=[[], [], [7]]),
+    ]
+    plan = plan_memory(pools, placements=ranks(3), device_bytes=10**7, host_bytes=10**7)
+    held = {(pool.name, pool.placement.pp_rank): pool for pool in plan.pools}
+    there = {("full", 0), ("full", 1), ("window", 0), ("draft", 1), ("states", 2)}
+    for name, pool in held.items():
+        assert (pool.items > 0) == (pool.host_items > 0) == (pool.nbytes > 0) == (name in there), name
+    pages = plan.tokens // 16
+    assert plan.tightest == 0 and held["draft", 1].items == held["full", 1].items == pages + 1 > 1
+    page, half = held["full", 0].item_bytes, held["window", 0].item_bytes
+    assert held["full", 0].nbytes + held["window", 0].nbytes <= 10**7 < (pages + 2) * page + (pages // 2 + 2) * half
+    assert sum(pool.host_nbytes for pool in plan.pools) <= 10**7
+    alone = plan_memory(pools[:1], placements=ranks(3)[:2], device_bytes=10**7)
+    assert alone.tokens > plan.tokens and alone.host_tokens == 0
+    with pytest.raises(BudgetError, match="ranks whose stages"):
+        plan_memory(pools, placements=ranks(3)[2:], device_bytes=10**7)
+    with pytest.raises(BudgetError, match=r"device_bytes\[2\].*not one page"):
+        plan_memory(pools, placements=ranks(3), device_bytes=[10**7, 10**7, 10])
+
+
+def test_rows_alone_on_the_host_have_an_end() -> None:
+    pools = [PoolShare("kv", layout(), on_host=False), PoolShare("s", layout(kind="request_row"), requests=3)]
+    for host_bytes, rows in ((10**7, 4), (100, 0)):
+        plan = plan_memory(pools, placements=ranks(), device_bytes=10**7, host_bytes=host_bytes)
+        assert [pool.host_items for pool in plan.pools] == [0, rows] and plan.host_tokens == 0
+    vast = plan_memory([PoolShare("kv", layout())], placements=ranks(), device_bytes=2**62)
+    assert vast.pools[0].items == 2**31 - 1  # what a page id can name
+
+
 @pytest.mark.parametrize(
     ("pools", "options", "text"),
     [

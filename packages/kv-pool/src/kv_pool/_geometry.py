@@ -78,6 +78,7 @@ def derive_geometry(
     layer_ids: LayerIds,
     placement: Placement,
     head_range: tuple[int, int] | None = None,
+    may_be_absent: bool = False,
 ) -> tuple[ComponentGeometry, ...]:
     """Derive the buffers of a pool from a layout: component by component, target before draft.
 
@@ -88,6 +89,7 @@ def derive_geometry(
         layer_ids: Layers of this stage, a part each; a plain sequence is the target's; `None` means all.
         placement: This rank; its tensor-parallel rank chooses the heads unless `head_range` is given.
         head_range: Global heads of this rank, for layouts whose components all have the same number of heads.
+        may_be_absent: Whether the stage may hold no layer of any part.
 
     Returns:
         One geometry a component and part; its layers are those of the stage that own the component, in the stage's
@@ -115,6 +117,14 @@ def derive_geometry(
         _check_spec(spec, item_kind)
     parts = [part for part in _PARTS if any(spec.part == part for spec in layout.components)]
     stage = _stage_layers(specs, parts, layer_ids)
+    if not may_be_absent and not any(stage.values()):
+        raise LayoutError(
+            "layer_ids",
+            given="no layer",
+            expected="at least one layer",
+            consequence="the pool would hold nothing",
+            remedy="pass the global layer ids of this stage",
+        )
     if head_range is not None and len({spec.total_heads for spec in layout.components}) != 1:
         raise HeadRangeError(
             "head_range",
@@ -254,14 +264,6 @@ def _stage_layers(specs: Specs, parts: Sequence[PartName], layer_ids: LayerIds) 
                 remedy="pass the global layer ids of this stage",
             )
         stage[part] = layers
-    if not any(stage.values()):
-        raise LayoutError(
-            "layer_ids",
-            given="no layer",
-            expected="at least one layer",
-            consequence="the pool would hold nothing",
-            remedy="pass the global layer ids of this stage",
-        )
     return stage
 
 

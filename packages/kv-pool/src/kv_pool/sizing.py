@@ -41,7 +41,8 @@ class PoolShare:
         layout: What it holds over all ranks; target and draft parts.
         share: Tokens of this pool for one token of the plan: 1 for full attention, less for a window. A pool of pages.
         requests: Rows of this pool, for one of request rows; such a pool does not grow with the tokens.
-        layer_ids: Layers of each pipeline stage, by rank; all layers when there is one stage.
+        layer_ids: Layers of each pipeline stage, by rank; all layers when there is one stage. A stage without any (a
+            draft apart lies on the last one) has no such pool.
         on_host: Whether a host pool mirrors it.
     """
 
@@ -88,7 +89,7 @@ class PoolBudget:
     Attributes:
         name: The pool.
         placement: The rank.
-        items: Pages or rows, item 0 included.
+        items: Pages or rows, item 0 included; 0 where the stage has no layer of the pool.
         item_bytes: Bytes of an item over all components and layers of the rank.
         host_items: Items of its host pool, item 0 included; 0 without one.
     """
@@ -116,7 +117,7 @@ class MemoryPlan:
 
     Attributes:
         tokens: Tokens of the device pools with share 1, page 0 not counted.
-        host_tokens: Tokens of the host pools with share 1.
+        host_tokens: Tokens of the host pools with share 1; 0 if none of them grows with the tokens.
         pools: What each pool gets on each rank.
         tightest: The rank that decided, as an index into the placements.
     """
@@ -164,6 +165,14 @@ def plan_memory(
     host_bytes = whole_number("host_bytes", host_bytes, most=INT64_MAX, error=BudgetError, consequence=consequence)
     _check(pools, placements, budgets)
     sizes = [[_item_bytes(pool, placement) for pool in pools] for placement in placements]
+    if not _grows(pools, sizes):
+        raise BudgetError(
+            "placements",
+            given="ranks whose stages have no layer of a pool of pages",
+            expected="at least one rank with a pool that grows with the tokens",
+            consequence="there would be no end of tokens",
+            remedy="pass all ranks, or those of one host with layers",
+        )
     rooms = [_most_pages(pools, row, budget) for row, budget in zip(sizes, budgets, strict=True)]
     tightest = min(range(len(rooms)), key=lambda rank: rooms[rank])
     pages = rooms[tightest]
@@ -177,12 +186,24 @@ def plan_memory(
         )
     host = _most_host_pages(pools, sizes, host_bytes) if host_bytes and any(pool.on_host for pool in pools) else 0
     page_size = next(pool.layout.page_size for pool in pools if pool.requests is None)
-    planned = tuple(
-        PoolBudget(pool.name, placement, _items(pool, pages), size, _items(pool, host) if host and pool.on_host else 0)
-        for placement, row in zip(placements, sizes, strict=True)
+    planned = []
+    for placement, row in zip(placements, sizes, strict=True):
+        for pool, size in zip(pools, row, strict=True):
+            on_host = bool(size and host and pool.on_host)
+            items, host_items = _items(pool, pages) if size else 0, _items(pool, host) if on_host else 0
+            planned.append(PoolBudget(pool.name, placement, items, size, host_items))
+    mirrored = [pool if pool.on_host else None for pool in pools]
+    host_tokens = host * page_size if _grows(mirrored, sizes) else 0
+    return MemoryPlan(pages * page_size, host_tokens, tuple(planned), tightest)
+
+
+def _grows(pools: Sequence[PoolShare | None], sizes: Sequence[Sequence[int]]) -> bool:
+    """Whether any rank has a pool that grows with the tokens."""
+    return any(
+        pool is not None and pool.requests is None and size > 0
+        for row in sizes
         for pool, size in zip(pools, row, strict=True)
     )
-    return MemoryPlan(pages * page_size, host * page_size, planned, tightest)
 
 
 def _items(pool: PoolShare, pages: int) -> int:
@@ -195,7 +216,9 @@ def _items(pool: PoolShare, pages: int) -> int:
 def _item_bytes(pool: PoolShare, placement: Placement) -> int:
     stage = None if pool.layer_ids is None else pool.layer_ids[placement.pp_rank]
     kind = "page" if pool.requests is None else "request_row"
-    geometries = derive_geometry(pool.layout, holds=_HOLDS, item_kind=kind, layer_ids=stage, placement=placement)
+    geometries = derive_geometry(
+        pool.layout, holds=_HOLDS, item_kind=kind, layer_ids=stage, placement=placement, may_be_absent=True
+    )
     return sum(
         len(item.layer_ids) * item.tokens * item.heads * item.dims * TORCH_DTYPES[item.dtype].itemsize
         for item in geometries
@@ -207,13 +230,14 @@ def _needed(pools: Sequence[PoolShare], sizes: Sequence[int], pages: int) -> int
 
 
 def _most_pages(pools: Sequence[PoolShare], sizes: Sequence[int], budget: int) -> int:
-    """The most pages of share 1 whose pools fit together."""
-    low, high = 0, 1
-    while _needed(pools, sizes, high) <= budget:
-        low, high = high, 2 * high
+    """The most pages of share 1 whose pools fit together; as many as a page id can name where nothing grows."""
+    held = [(pool, size) for pool, size in zip(pools, sizes, strict=True) if size]
+    low, high = 0, INT32_MAX
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if _needed(pools, sizes, middle) <= budget else (low, middle)
+        named = all(_items(pool, middle) <= INT32_MAX for pool, _ in held)
+        fits = named and sum(_items(pool, middle) * size for pool, size in held) <= budget
+        low, high = (middle, high) if fits else (low, middle)
     return low
 
 
