@@ -75,6 +75,30 @@ def path_of(store: FileStorage, number: int) -> Path:
     return store.root / key(number)[:2] / key(number)
 
 
+def test_a_durable_page_is_on_the_disk_before_its_name_is(
+    make: Callable[..., FileStorage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file before it is renamed, then the folders whose entries are new."""
+    seen: list[Path] = []
+    sync, rename = os.fsync, os.rename
+
+    def synced(file: int) -> None:
+        sync(file)
+        seen.append(Path(os.readlink(f"/proc/self/fd/{file}")))
+
+    def renamed(source: Path, target: Path) -> None:
+        rename(source, target)
+        seen.append(target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    assert make(durable=False).write([key(0)], [page(0)]) == 1 and seen == [path_of(make(), 0)]
+    store, path = make(durable=True), path_of(make(), 1)
+    assert store.write([key(1)], [page(1)]) == 1
+    assert seen[1].name.startswith(".part-")
+    assert seen[2:] == [path, store.root, path.parent]
+
+
 def test_every_byte_of_a_header_counts(tmp_path: Path) -> None:
     for number in range(HEADER_BYTES):
         store = FileStorage(tmp_path, capacity_bytes=10**9)

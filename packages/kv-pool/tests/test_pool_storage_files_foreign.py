@@ -206,6 +206,15 @@ def test_foreign_files_are_neither_counted_nor_removed(store: FileStorage, tmp_p
     assert sum(path.stat().st_size for path in held) == full.used_bytes
 
 
+def test_what_others_have_written_is_counted_before_the_room_is_twice_as_large(tmp_path: Path) -> None:
+    """Neither of two stores would fill the room by itself; each looks again after a twentieth of it."""
+    stores = [FileStorage(tmp_path / "pages", capacity_bytes=40 * NBYTES) for _ in range(2)]
+    for number in range(35):
+        for other, store in enumerate(stores):
+            assert store.write([key(100 * other + number)], [page(number)]) == 1
+    assert sum(path.stat().st_size for path in (tmp_path / "pages").glob("??/*")) <= (40 + 2 * 3) * NBYTES
+
+
 WORK = """
 import os, random, sys
 from test_pool_storage_files import SIZES, FileStorage, empty, key, page, same

@@ -201,6 +201,8 @@ class FileStorage:
             except FileNotFoundError:
                 path.parent.mkdir(exist_ok=True)
                 os.rename(aside, path)
+                if self._durable:
+                    _sync_folder(self._root)
             if self._durable:
                 _sync_folder(path.parent)
         except BaseException:
