@@ -90,11 +90,14 @@ def states(dtype: Any, device: str) -> Iterator[Pool]:
 
 
 def foreign(dtype: Any, device: str) -> Iterator[Pool]:
-    """An engine's memory, a tensor a layer for one component; and an engine's states."""
+    """An engine's memory, a tensor a layer for one component; of fewer heads for values than for keys; its states."""
     kind = getattr(torch, dtype)
     held = layout(spec("key", [0, 1], 24, dtype, 2), spec("value", [0, 1], 16, dtype, 2))
     flat = [torch.zeros(24, 1, 2, 16, dtype=kind, device=device) for _ in range(2)]
     yield adopt({"key": torch.zeros(2, 6, PAGE, 2, 24, dtype=kind, device=device), "value": flat}, held)
+    unlike = layout(spec("key", [0, 1], 24, dtype, 4), spec("value", [0, 1], 16, dtype, 2))
+    memory = [torch.zeros(2, 6, PAGE, *axes, dtype=kind, device=device) for axes in ((4, 24), (2, 16))]
+    yield adopt({"key": memory[0], "value": memory[1]}, unlike)
     rows = layout(spec("state", [1, 3], 20, dtype, 2, item_kind="request_row"))
     yield adopt({"state": torch.zeros(2, 6, 2, 4, 5, dtype=kind, device=device)}, rows)
 

@@ -30,6 +30,10 @@ declare(
         "transfer-layers": ("as many layers on the host as on the device", "pass all layers of both pools"),
         "transfer-page-size": ("a positive page_size that is axis 2 of every tensor", "pass the pools' page size"),
         "transfer-contiguous": ("pages that are contiguous from axis 2 on", "pass the pools themselves"),
+        "transfer-alike": (
+            "a V with the layers, device pages, heads and item size of K, from which the op takes them",
+            "move a V that differs in a call of its own, as K",
+        ),
         "transfer-index-dtype": ("indices of dtype int64", "call .long() on the indices"),
         "transfer-index-count": ("as many device as host indices", "pass one host slot a device slot"),
         "transfer-index-whole": ("a multiple of page_size indices", "pass whole pages"),
@@ -72,6 +76,18 @@ def _check_pair(letter: str, device: torch.Tensor, host: torch.Tensor, page_size
         refuse(OP, "transfer-layers", f"host_{letter}", f"{host.size(1)} layers beside {device.size(0)} of the device")
 
 
+def _check_alike(device_k: torch.Tensor, device_v: torch.Tensor, host_v: torch.Tensor) -> None:
+    if not device_v.numel() or not host_v.numel():
+        return
+    layers, pages, _, heads, _ = device_k.shape
+    kept = (layers, pages, heads, device_k.element_size())
+    found = (device_v.size(0), device_v.size(1), device_v.size(3), device_v.element_size())
+    if found != kept:
+        refuse(OP, "transfer-alike", "device_v", f"{found} beside {kept}")
+    if (host_v.size(3), host_v.element_size()) != kept[2:]:
+        refuse(OP, "transfer-alike", "host_v", f"{(host_v.size(3), host_v.element_size())} beside {kept[2:]}")
+
+
 def page_pairs(
     device_k: torch.Tensor,
     host_k: torch.Tensor,
@@ -93,6 +109,7 @@ def page_pairs(
     """
     _check_pair("k", device_k, host_k, page_size)
     _check_pair("v", device_v, host_v, page_size)
+    _check_alike(device_k, device_v, host_v)
     for name, indices in (("device_indices", device_indices), ("host_indices", host_indices)):
         if indices.dtype != torch.int64:
             refuse(OP, "transfer-index-dtype", name, indices.dtype)
