@@ -82,6 +82,35 @@ def test_late_words_of_an_old_generation_are_dropped() -> None:
     assert "layers" in str(new.error)
 
 
+def test_late_words_to_a_sender_are_dropped() -> None:
+    """An open room hears words of its own generation only: neither an older abort nor an older acceptance ends it."""
+    memory = stages(make_layout(), 1)[0]
+    engine = LoopbackEngine()
+    for entry in memory.manifest.entries:
+        engine.register(entry.address, entry.nbytes)
+    core = SenderCore(Groups.of(memory.manifest), engine, FAST, kt.Limits(), 0.0)
+    greeting = Welcome(
+        engine="loopback", session="y", groups=manifests(whole(make_layout())), incarnation=1, process=process_name()
+    )
+    ready = Ready(ranks=1, sends=True, groups={"main": GroupSummary(layers=LAYERS, bytes_per_page=832)})
+    begin: list[Message] = [greeting, ready, Offer(room=0, generation=4, groups=offered(1), tokens=4)]
+    late: list[Message] = [Abort(room=0, generation=3, reason="an earlier use"), Accepted(room=0, generation=3)]
+    for word in begin:
+        core.receive(encode(word), 0.0)
+    room = core.open_room(0, 0.0)
+    assert room is not None and room.generation == 4
+    for state in (kt.SenderState.SENDING, kt.SenderState.DRAINING, kt.SenderState.DONE_SENT):
+        if state is not room.state:
+            room._machine.to(state)
+        for word in late:
+            core.receive(encode(word), 0.0)
+        assert room.state is state and room.error is None
+    assert core.late_messages == 5  # the first abort is news: the end of a room that was not offered
+    core.receive(encode(Accepted(room=0, generation=4)), 0.0)
+    assert room.state.value == "finished"
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [

@@ -68,6 +68,23 @@ def main() -> None:
     assert end(writer, running) is None
     assert (target[: size - 4096] == source[: size - 4096]).all()
 
+    # What the library knows of an address it never asks again: one that comes back there has a word of its own.
+    back = create_engine("mooncake")
+    back.register(there, 4096)
+    address, first = back.session.split("/")
+    known = writer._writer  # type: ignore[attr-defined]
+    assert end(writer, writer.submit(back.session, batch((here, there, 64)))) is None
+    assert writer._writer is known  # type: ignore[attr-defined]
+    assert end(writer, writer.submit(f"{address}/{first[::-1]}", batch((here + 9, there, 64)))) is None
+    assert (target[:64] == source[9:73]).all() and writer._writer is not known  # type: ignore[attr-defined]
+    error = end(writer, writer.submit(back.session, batch((here, there, 64))))
+    assert error is not None and "was started again" in error, error
+    assert (target[:64] == source[9:73]).all()
+    back.close()
+
+    error = end(writer, writer.submit("no text \ud800", batch((here, there, 64))))
+    assert error is not None and "TypeError" in error, error
+
     reader.register(there, size - 4096)
     reader.unregister(there)
     assert end(writer, writer.submit(reader.session, batch((here, there, 64)))) is None

@@ -217,13 +217,16 @@ class BlockingEngine(abc.ABC):
 
     def _run(self, handle: _Handle) -> TransferStatus:
         batch = handle.batch
-        code = self._write(handle.peer, batch.source.tolist(), batch.destination.tolist(), batch.nbytes.tolist())
-        if code == 0:
-            return DONE
+        try:
+            code = self._write(handle.peer, batch.source.tolist(), batch.destination.tolist(), batch.nbytes.tolist())
+            if code == 0:
+                return DONE
+            problem = self._describe(code)
+        except Exception as error:  # the library's, and of its binding: the next batch is another
+            problem = str(error) if isinstance(error, EngineError) else repr(error)
         return TransferStatus(
             TransferState.FAILED,
-            f"{self._name} write of {handle.blocks} blocks, {handle.nbytes} bytes, to {handle.peer}: "
-            f"{self._describe(code)}",
+            f"{self._name} write of {handle.blocks} blocks, {handle.nbytes} bytes, to {handle.peer!r:.80}: {problem}",
         )
 
     @abc.abstractmethod

@@ -1,9 +1,10 @@
 """The `mooncake` engine: Mooncake's transfer engine over TCP, between processes and hosts.
 
 Guards what the library does not: calls before it is initialised crash it, unregistered local memory is accepted, the
-requested port is ignored, time-outs come from the environment, a blocking call cannot be interrupted, and it listens on
-all interfaces whatever host name it is given (see `kv_transfer.isolation`), and it keeps the connections of a peer that
-died until it uses them again. It does not authenticate peers: whoever reaches its port can write registered memory.
+requested port is ignored, time-outs come from the environment, a blocking call cannot be interrupted, a peer that comes
+back at its old port is not found again, connections of a peer that died are kept until they are used again, and it
+listens on all interfaces whatever host name it is given (see `kv_transfer.isolation`). It does not authenticate peers:
+whoever reaches its port can write registered memory.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import ctypes
 import importlib
 import math
 import os
+import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -149,30 +151,24 @@ class MooncakeEngine(BlockingEngine):
             for variable in _TIMEOUT_VARIABLES:
                 os.environ[variable] = str(math.ceil(transfer_timeout))
         os.environ.setdefault("MC_LOG_LEVEL", log_level)
-        library = _load()
-        code = library.initialize(hostname, "P2PHANDSHAKE", protocol, "")
-        if code != 0:
-            raise EngineError(
-                f"mooncake did not start on {hostname!r}: {describe_code(code)}",
-                code=code,
-                local=hostname,
-                remedy="check the host name, and that ports of MC_MIN_RPC_PORT to MC_MAX_RPC_PORT are free",
-            )
-        self._library = library
-        self._peers: set[str] = set()
+        self._hostname = hostname
+        self._library = self._writer = _start(hostname)
+        self._lives: dict[str, list[str]] = {}  # of each address, the newest last
+        self._connected: dict[str, list[_Library]] = {}  # those that have connections to an address
+        self._lives_lock = threading.Lock()
         self._forgotten: set[str] = set()
         self._looks = 0
         self._sweeper: threading.Thread | None = None
         self._sweep_lock = threading.Lock()
         self._leave = threading.Event()
-        super().__init__(
-            "mooncake",
-            f"{hostname}:{library.get_rpc_port()}",
-            capabilities,
-            workers,
-            bind_device,
-        )
+        session = f"{hostname}:{self._library.get_rpc_port()}/{secrets.token_hex(8)}"
+        super().__init__("mooncake", session, capabilities, workers, bind_device)
         _OPEN.add(self)
+
+    @property
+    def session(self) -> str:
+        """Host, the port that the library has, and a word that no other engine has, not even one at that port."""
+        return self._session
 
     def forget(self, peer: str) -> None:
         """Has the connections to a peer closed once its process is gone; see `ForgetsPeers.forget`.
@@ -182,10 +178,11 @@ class MooncakeEngine(BlockingEngine):
         another peer is forgotten.
         """
         check_kind("peer", peer, str)
+        address, _, _ = peer.partition("/")
         with self._sweep_lock:
-            if self._leave.is_set() or peer not in self._peers:
+            if self._leave.is_set() or address not in self._connected:
                 return
-            self._forgotten.add(peer)
+            self._forgotten.add(address)
             self._looks = 0
             if self._sweeper is None:
                 self._sweeper = threading.Thread(target=self._sweep, name="kv-transfer-mooncake-sweep", daemon=True)
@@ -206,19 +203,20 @@ class MooncakeEngine(BlockingEngine):
                 if not self._forgotten or self._looks == len(_LOOKS) or self._leave.is_set():
                     self._sweeper = None
                     return
-                pause, peers = _LOOKS[self._looks], list(self._forgotten)
+                pause, addresses = _LOOKS[self._looks], list(self._forgotten)
                 self._looks += 1
             if self._leave.wait(pause):
                 continue
-            for peer in peers:
-                host, _, port = peer.rpartition(":")
+            for address in addresses:
+                host, _, port = address.rpartition(":")
                 if not port.isdecimal() or is_gone((host.strip("[]"), int(port))):
-                    # Nothing comes: no memory is registered at that address.
-                    here = [ctypes.addressof(_NOWHERE)] * _LANES
-                    self._library.batch_transfer_sync_read(peer, here, [1] * _LANES, [1] * _LANES)
+                    with self._lives_lock:
+                        libraries = self._connected.pop(address, [])
+                    for library in libraries:  # nothing comes: no memory is registered at that address
+                        here = [ctypes.addressof(_NOWHERE)] * _LANES
+                        library.batch_transfer_sync_read(address, here, [1] * _LANES, [1] * _LANES)
                     with self._sweep_lock:
-                        self._forgotten.discard(peer)
-                        self._peers.discard(peer)
+                        self._forgotten.discard(address)
 
     def _register(self, regions: Sequence[tuple[int, int]]) -> int:
         return self._library.batch_register_memory([address for address, _ in regions], [size for _, size in regions])
@@ -227,15 +225,63 @@ class MooncakeEngine(BlockingEngine):
         return self._library.unregister_memory(address)
 
     def _write(self, peer: str, source: list[int], destination: list[int], nbytes: list[int]) -> int:
-        with self._sweep_lock:
-            self._peers.add(peer)
-        return self._library.batch_transfer_sync_write(peer, source, destination, nbytes)
+        address, _, life = peer.partition("/")
+        return self._writer_to(address, life).batch_transfer_sync_write(address, source, destination, nbytes)
+
+    def _writer_to(self, address: str, life: str) -> _Library:
+        """The library that writes to a peer.
+
+        It keeps the ports and connections that an address had when it was first written to, for good. A peer that was
+        started again at its old address is another life: it is written to by a new library, as all peers are then. The
+        old one ends with the last batch that it moves, unless it has our memory.
+
+        Raises:
+            EngineError: The peer of this life is gone: another one is at its address.
+        """
+        with self._lives_lock:
+            lives = self._lives.setdefault(address, [life])
+            if life not in lives:
+                self._writer = _start(self._hostname)
+                lives.append(life)
+                for known in self._connected.values():
+                    known[:] = [library for library in known if library is self._library]
+            elif life != lives[-1]:
+                raise EngineError(
+                    f"the peer at {address} was started again, as {lives[-1]}",
+                    local=life,
+                    consequence="what is meant for its earlier life is not written",
+                )
+            known = self._connected.setdefault(address, [])
+            if self._writer not in known:
+                known.append(self._writer)
+            return self._writer
 
     def _shut_down(self) -> None:
-        del self._library
+        self._connected.clear()
+        del self._library, self._writer
 
     def _describe(self, code: int) -> str:
         return describe_code(code)
+
+
+def _start(hostname: str) -> _Library:
+    """A library that has started.
+
+    Raises:
+        EngineUnavailable: As for `MooncakeEngine`.
+        EngineError: It did not start.
+    """
+    library = _load()
+    code = library.initialize(hostname, "P2PHANDSHAKE", "tcp", "")
+    if code != 0:
+        raise EngineError(
+            f"mooncake did not start on {hostname!r} (mooncake code {code})",
+            code=code,
+            local=hostname,
+            consequence="the engine cannot be used",
+            remedy="check the host name, and that two ports of MC_MIN_RPC_PORT to MC_MAX_RPC_PORT are free",
+        )
+    return library
 
 
 def _load() -> _Library:
