@@ -93,6 +93,37 @@ def test_each_reader_skips_the_prefix_that_it_has(readers: Readers) -> None:
     assert readers.decode[1].faults(readers.decode[1].expected({4: 7, 2: 9})) == []
 
 
+def test_chunks_that_one_reader_has_already_go_to_the_other(readers: Readers) -> None:
+    """Chunks of one page, of which two lie before the first page of a reader."""
+    for engine in readers.held:
+        engine.go.set()
+    sessions = [
+        readers.receivers[0].open(0, [5], tokens=6, first_page=2),
+        readers.receivers[1].open(0, [6, 4, 2], tokens=6),
+    ]
+    group = readers.group.open(0)
+    for start, page in enumerate([7, 9, 3]):
+        group.send([page], start=start)
+    group.finish()
+    assert [session.wait(60).pages for session in sessions] == [1, 3]
+    assert readers.decode[0].faults(readers.decode[0].expected({5: 3})) == []
+    assert readers.decode[1].faults(readers.decode[1].expected({6: 7, 4: 9, 2: 3})) == []
+
+
+def test_a_reader_that_has_all_pages_is_sent_none(readers: Readers) -> None:
+    for engine in readers.held:
+        engine.go.set()
+    sessions = [
+        readers.receivers[0].open(0, [], tokens=4, first_page=2),
+        readers.receivers[1].open(0, [4, 2], tokens=4),
+    ]
+    group = readers.group.open(0)
+    group.send([7, 9], start=0)
+    group.finish({"first_token": 5})
+    assert [session.wait(60).pages for session in sessions] == [0, 2]
+    assert readers.decode[0].faults({}) == []
+
+
 def test_one_reader_that_gives_up_ends_the_room_for_all(readers: Readers) -> None:
     sessions = [receiver.open(0, [4]) for receiver in readers.receivers]
     group = readers.group.open(0)

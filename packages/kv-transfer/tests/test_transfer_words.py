@@ -35,6 +35,7 @@ from kv_transfer.messages import (
 from kv_transfer.process import process_name
 from kv_transfer.receiver_core import ReceiverCore
 from kv_transfer.sender_core import SenderCore
+from kv_transfer.sender_offers import Offers
 from kv_transfer.states import SenderPhase
 from kv_transfer.terms import Terms
 
@@ -109,6 +110,14 @@ def test_late_words_to_a_sender_are_dropped() -> None:
     core.receive(encode(Accepted(room=0, generation=4)), 0.0)
     assert room.state.value == "finished"
     engine.close()
+
+
+def test_a_generation_that_is_forgotten_is_late() -> None:
+    """A sender that remembers two generations takes none for new that is as old as one that it forgot."""
+    offers = Offers(remembered=2)
+    assert [offers.is_news(generation) for generation in (1, 2, 3, 4)] == [True] * 4
+    assert [offers.is_news(generation) for generation in (4, 3, 2, 1)] == [False] * 4
+    assert offers.is_news(5)
 
 
 @pytest.mark.parametrize(

@@ -185,10 +185,8 @@ def _behind_prefix(
         if begin is None:
             continue
         begin = check_whole("start", begin, 2**63 - 1)
-        skipped = 0
-        if span is not None and span.pages:
-            skipped = min(max(0, span.first - begin), len(lists[name]))
-            lists[name] = lists[name][skipped:]
+        skipped = max(0, span.first - begin) if span is not None else 0
+        lists[name] = lists[name][skipped:]  # none are left of a chunk that lies before the reader's first page
         begins[name] = begin + skipped
     if isinstance(given, Mapping):
         return lists, begins
