@@ -86,7 +86,7 @@ def _roll_back(windows: torch.Tensor, rows: Any, steps: Any, draft_token_num: in
 @contextlib.contextmanager
 def _kernels() -> Iterator[None]:
     """Where both backends look for the kernels: names of a module, and modules that are imported by the call."""
-    made = {
+    made: dict[str, dict[str, Any]] = {
         "mamba_state_update_triton": {
             "move_intermediate_cache": _move, "move_intermediate_cache_kda": _move, "conv_state_rollback": _roll_back,
         },
