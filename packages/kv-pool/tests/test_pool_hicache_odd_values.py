@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from kv_planner import PlanError, PrefixIndex
-from kv_planner.testing.odd_values import ANY, NUMBER, OPTIONAL, Case, missing, public, wrongs
+from kv_planner.testing.odd_values import ANY, NUMBER, OPTIONAL, Case, arguments, missing, public, wrongs
 from kv_pool import KvPoolError, PageAllocator, PageMap, hicache
 from kv_pool.hicache import (
     CacheMetrics,
@@ -25,6 +26,7 @@ from kv_pool.hicache import (
     StorageIdentity,
     StorageTier,
 )
+from kv_pool.hicache.storage.engines.mooncake import MooncakeStorage
 from prometheus_client import CollectorRegistry
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -51,6 +53,7 @@ EXEMPT = {
     "ImmediateStreams.wait": OWN,
     "StorageTier.submit": OWN,
 }  # fmt: skip
+ANY_NUMBER = ("0", "2**64", "many digits")
 WORDS = ("text", "empty text", "half a pair")
 
 
@@ -99,7 +102,7 @@ class World:
         files = {"root": self.root / "files", "capacity_bytes": 1, "durable": False}
         return {
             "Acquired.companion_pages": Case(self.acquired.companion_pages, {"name": "draft"}),
-            "Acquired.restorable": Case(self.acquired.restorable, {"at_most": 8}, {"at_most": ("-1", "0", "2**64")}),
+            "Acquired.restorable": Case(self.acquired.restorable, {"at_most": 8}, {"at_most": ("-1", *ANY_NUMBER)}),
             "Acquired.row": Case(self.acquired.row, {"name": "states"}),
             "Acquired.wait_layer": Case(self.loaded.wait_layer, {"layer_id": 0}, {"layer_id": NUMBER}),
             "CacheMetrics": Case(
@@ -137,14 +140,14 @@ class World:
             ),
             "HiCacheController.abort": Case(cache.abort, {"acquired": self.acquired}),
             "HiCacheController.acquire": Case(
-                cache.acquire, {**prompt, "reach": None}, {**names, "reach": ("None", "0", "2**64")}
+                cache.acquire, {**prompt, "reach": None}, {**names, "reach": ("None", *ANY_NUMBER)}
             ),
             "HiCacheController.advance": Case(
                 cache.advance, {"acquired": self.loaded, "computed": 24, "reach": None},
-                {"computed": ("0", "2**64"), "reach": ("None", "0", "2**64")},
+                {"computed": ANY_NUMBER, "reach": ("None", *ANY_NUMBER)},
             ),
             "HiCacheController.evict": Case(
-                cache.evict, {"pages": 1, "companion": None}, {"pages": ("0", "2**64"), "companion": OPTIONAL}
+                cache.evict, {"pages": 1, "companion": None}, {"pages": ANY_NUMBER, "companion": OPTIONAL}
             ),
             "HiCacheController.extend": Case(
                 cache.extend, {"acquired": self.acquired, "count": 1}, {"count": NUMBER}
@@ -216,3 +219,18 @@ def test_the_table_has_every_public_argument(world: World) -> None:
 def test_odd_values_are_refused_by_name_and_change_nothing(world: World) -> None:
     assert wrongs(world.cases(), TYPED) == []
     assert world.state() == world.before
+
+
+def test_odd_options_of_mooncake_are_refused_before_its_library_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MC_LOG_LEVEL", raising=False)
+    options: dict[str, Any] = {
+        "master": "127.0.0.1:1", "hostname": "127.0.0.1", "segment_bytes": 1, "buffer_bytes": 1, "protocol": "tcp",
+        "rdma_devices": "", "timeout_s": 1.0, "log_level": "ERROR",
+    }  # fmt: skip
+    takes = {
+        "master": WORDS[:1], "hostname": WORDS[:1], "rdma_devices": WORDS[:2], "segment_bytes": NUMBER,
+        "buffer_bytes": NUMBER, "timeout_s": ("fraction",),
+    }  # fmt: skip
+    assert set(options) == arguments(MooncakeStorage)
+    assert wrongs({"MooncakeStorage": Case(MooncakeStorage, options, takes)}, TYPED) == []
+    assert "MC_LOG_LEVEL" not in os.environ

@@ -141,7 +141,7 @@ class World:
                 self.pages.watch, {"left": None, "freed": None}, {"left": OPTIONAL, "freed": OPTIONAL}
             ),
             "PageMap": Case(PageMap, {"lead": self.map.lead, "own": self.map.own}),
-            "PageMap.evict": Case(self.map.evict, {"count": 0}, {"count": ("-1", "0", "2**64")}),
+            "PageMap.evict": Case(self.map.evict, {"count": 0}, {"count": ("-1", "0", "2**64", "many digits")}),
             "PageMap.find": Case(self.map.find, {"pages": one}, {"pages": ids}),
             "PageMap.give": Case(self.map.give, {"pages": one + 1, "own_pages": one + 1}),
             "PageMap.leave": Case(self.map.leave, {"pages": one}, {"pages": ids}),
@@ -159,7 +159,7 @@ class World:
                 {"name": ("text", "empty text", "half a pair"), "share": ("fraction",),
                  "on_host": ("true",),
                  "requests": OPTIONAL,
-                 "layer_ids": ("None", "empty list", "ragged", "fractions", "objects")},
+                 "layer_ids": ("None", "bools", "empty list", "ragged", "fractions", "objects")},
             ),
             "SlotAllocator": Case(SlotAllocator, {"pages": self.pages}),
             "SlotAllocator.decode": Case(self.slots.decode, {"seq_lens": [1], "last_slots": [0]}),
@@ -209,7 +209,7 @@ class World:
             ),
             "narrow_slots": Case(kv_pool.narrow_slots, {"slots": [1]}, {"slots": ids}),
             "packed_record_bytes": Case(
-                kv_pool.packed_record_bytes, {"latent": 128, "rope": 64}, {"latent": ("2**64",), "rope": ("0", "2**64")}
+                kv_pool.packed_record_bytes, {"latent": 128, "rope": 64}, {"rope": NUMBER}
             ),
             "plan_memory": Case(
                 kv_pool.plan_memory,

@@ -43,7 +43,7 @@ def odd(field: str) -> Iterator[tuple[str, Any]]:
     if field in BUFFERS or field.startswith("aux_"):
         taken -= {"empty list"}
     if field.startswith("state_") and field not in ("state_data_ptrs", "state_data_lens", "state_item_lens"):
-        taken |= {"ragged", "fractions"}  # lists of what the states' own users read
+        taken |= {"bools", "ragged", "fractions"}  # lists of what the states' own users read
     yield from ((what, value) for what, value in ODD.items() if what not in taken)
     if field in LISTS and not field.startswith("state_"):
         yield from ((f"items: {what}", [value] * 4) for what, value in ITEMS.items())

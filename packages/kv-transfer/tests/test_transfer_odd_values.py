@@ -148,8 +148,8 @@ class World:
         calls = {
             "mooncake_session_id": TEXTS, "executor": ANY,
             "prefill_kv_indices": ("-1", "0", "true", "2**64", *pages), "dst_kv_indices": ("-1", "0", "true", *pages),
-            "dst_layer_ids": LISTED, "dst_tp_rank": ("0", "2**64"),
-            "dst_kv_item_len": ("2**64",),
+            "dst_layer_ids": LISTED, "dst_tp_rank": ("0", "2**64", "many digits"),
+            "dst_kv_item_len": ("2**64", "many digits"),
         }  # fmt: skip
         return {
             "AuxField": Case(kt.AuxField, {"name": "a", "dtype": "int32", "width": 1}, {"name": ("text",)}),

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TypeVar
 
 from kv_pool.errors import KvPoolError
-from kv_pool.tables import INT64_MAX, shown, whole_number
+from kv_pool.tables import shown, whole_number
 
 __all__ = [
     "check_all",
@@ -127,6 +127,6 @@ def check_numbers(name: str, values: object, error: type[KvPoolError]) -> tuple[
         KvPoolError: It is no list, or one of them is no such number; of the class that was asked for.
     """
     return tuple(
-        whole_number(f"{name}[{place}]", value, most=INT64_MAX, error=error, consequence=_NOTHING)
+        whole_number(f"{name}[{place}]", value, error=error, consequence=_NOTHING)
         for place, value in enumerate(check_list(name, values, error))
     )

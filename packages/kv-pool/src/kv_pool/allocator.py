@@ -135,7 +135,7 @@ class PageAllocator:
             PageError: `count` is negative or no whole number.
             IntegrityError: A page on the free list has a holder.
         """
-        count = whole_number("count", count, error=PageError, consequence="no page was taken")
+        count = whole_number("count", count, most=None, error=PageError, consequence="no page was taken")
         if count > self._top:
             raise OutOfPages(
                 "count",

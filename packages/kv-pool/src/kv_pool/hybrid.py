@@ -90,7 +90,7 @@ class WindowPages(PageMap):
         Raises:
             OutOfPages: One of the groups has too few; none is taken.
         """
-        count = whole_number("count", count, error=PageError, consequence="no page was taken")
+        count = whole_number("count", count, most=None, error=PageError, consequence="no page was taken")
         if count > self.window.available:
             raise OutOfPages(
                 "count",

@@ -156,7 +156,7 @@ class PageMap:
             PageError: No number of pages.
         """
         if not is_whole(count) or count > 0:  # below 0 where a caller has more room than it needs
-            count = whole_number("count", count, error=PageError, consequence="no page was dropped")
+            count = whole_number("count", count, most=None, error=PageError, consequence="no page was dropped")
         named = self.named() if count > 0 else np.zeros(0, dtype=np.int64)
         idle = named[self._own.holders(self._map[named]) == 1]
         if idle.size > count:

@@ -18,7 +18,7 @@ from kv_pool._arguments import check_kind, check_list, check_numbers
 from kv_pool._geometry import derive_geometry
 from kv_pool._storage import TORCH_DTYPES
 from kv_pool.errors import BudgetError, KvPoolError
-from kv_pool.tables import INT32_MAX, INT64_MAX, shown, whole_number
+from kv_pool.tables import INT32_MAX, shown, whole_number
 
 if TYPE_CHECKING:
     from kv_planner import Component
@@ -162,7 +162,7 @@ def plan_memory(
         check_numbers("device_bytes", device_bytes if several else [device_bytes] * len(placements), BudgetError)
     )
     consequence = "no host pool could be planned"
-    host_bytes = whole_number("host_bytes", host_bytes, most=INT64_MAX, error=BudgetError, consequence=consequence)
+    host_bytes = whole_number("host_bytes", host_bytes, error=BudgetError, consequence=consequence)
     _check(pools, placements, budgets)
     sizes = [[_item_bytes(pool, placement) for pool in pools] for placement in placements]
     if not _grows(pools, sizes):

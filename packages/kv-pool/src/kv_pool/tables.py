@@ -88,11 +88,11 @@ def whole_number(
     value: object,
     *,
     least: int = 0,
-    most: int | None = None,
+    most: int | None = INT64_MAX,
     error: type[KvPoolError] = TableError,
     consequence: str,
 ) -> int:
-    """Return `value` as an int, refusing fractions, NaN, bools, tensors, anything below `least` and above `most`.
+    """Return `value` as an int, refusing fractions, NaN, bools, tensors, below `least` or above `most`.
 
     Raises:
         TableError: As said, or the `error` that was asked for.
@@ -127,7 +127,7 @@ def slots_for(pages: IndexLike, start: int, stop: int, page_size: int) -> IntArr
     """
     ids = as_index_array("pages", pages)
     consequence = "no slot can be computed"
-    page_size = whole_number("page_size", page_size, least=1, most=INT64_MAX, consequence=consequence)
+    page_size = whole_number("page_size", page_size, least=1, consequence=consequence)
     start = whole_number("start", start, consequence="positions count from 0")
     stop = whole_number("stop", stop, consequence="positions count from 0")
     capacity = ids.size * page_size

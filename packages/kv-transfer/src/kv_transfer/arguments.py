@@ -27,6 +27,7 @@ __all__ = [
     "check_whole",
     "check_word",
     "is_whole",
+    "told",
 ]
 
 _Value = TypeVar("_Value")
@@ -52,7 +53,7 @@ def check_whole(name: str, value: object, most: int = _MOST, *, least: int = 0) 
     number = operator.index(value) if is_whole(value) else least - 1
     if not least <= number <= most:
         raise ArgumentError(
-            f"{name}: expected a whole number from {least} to {most}, got {_told(value)}",
+            f"{name}: expected a whole number from {least} to {most}, got {told(value)}",
             local=_shown(value),
             consequence="nothing was done",
             remedy="pass an int in this range",
@@ -80,7 +81,7 @@ def check_seconds(name: str, value: float) -> float:
     is_number = isinstance(given, numbers.Real) and not isinstance(given, bool)
     if not is_number or not 0 <= value <= _LONGEST:
         raise ArgumentError(
-            f"{name}: expected a finite number of seconds from 0 on, at most {_LONGEST}, got {_told(value)}",
+            f"{name}: expected a finite number of seconds from 0 on, at most {_LONGEST}, got {told(value)}",
             local=_shown(value),
             consequence="what waits for it would never end, or end at once",
             remedy="pass a number of seconds, or None for the default",
@@ -109,7 +110,7 @@ def check_endpoint(value: str) -> str:
     if transport not in ("tcp", "ipc", "inproc") or not address or not reachable:
         raise ArgumentError(
             f"endpoint: expected an address such as tcp://10.0.0.1:5000, with a port from 1 to {_LAST_PORT}, "
-            f"got {_told(value)}",
+            f"got {told(value)}",
             local=_shown(value),
             consequence="nobody could be reached",
             remedy="pass Receiver.endpoint",
@@ -125,7 +126,7 @@ def check_period(name: str, value: float) -> float:
     """
     if check_seconds(name, value) == 0:
         raise ArgumentError(
-            f"{name}: expected seconds above 0, got {_told(value)}",
+            f"{name}: expected seconds above 0, got {told(value)}",
             local=value,
             consequence="it would be over at once, or a thread would run without a pause",
             remedy="pass a second or so",
@@ -142,7 +143,7 @@ def check_listening(value: str) -> str:
     port = value.rpartition(":")[2] if _is_plain(value) else ""
     if not _is_plain(value) or (value.startswith("tcp://") and port.isdecimal() and int(port) > _LAST_PORT):
         raise ArgumentError(
-            f"bind: expected an address such as tcp://127.0.0.1:0 with a port up to {_LAST_PORT}, got {_told(value)}",
+            f"bind: expected an address such as tcp://127.0.0.1:0 with a port up to {_LAST_PORT}, got {told(value)}",
             local=_shown(value),
             consequence="no peer could connect",
             remedy="use another port, or 0 for a free one",
@@ -158,7 +159,7 @@ def check_kind(name: str, value: _Value, kind: type[_Value]) -> _Value:
     """
     if not isinstance(value, kind) or isinstance(value, type):
         raise ArgumentError(
-            f"{name}: expected {kind.__name__}, got {_told(value)}",
+            f"{name}: expected {kind.__name__}, got {told(value)}",
             local=type(value).__name__,
             consequence="nothing was done",
             remedy=f"pass a {kind.__name__}",
@@ -178,7 +179,7 @@ def check_items(name: str, value: Iterable[_Value]) -> tuple[_Value, ...]:
         return tuple(value)
     except TypeError:
         raise ArgumentError(
-            f"{name}: expected a list, got {_told(value)}",
+            f"{name}: expected a list, got {told(value)}",
             local=type(value).__name__,
             consequence="nothing was done",
             remedy="pass a list, also for one item",
@@ -193,7 +194,7 @@ def check_text(name: str, value: object, longest: int = _LONGEST_TEXT) -> str:
     """
     if not _is_plain(value) or len(str(value)) > longest:
         raise ArgumentError(
-            f"{name}: expected a text of 1 to {longest} printable characters, got {_told(value)}",
+            f"{name}: expected a text of 1 to {longest} printable characters, got {told(value)}",
             local=_shown(value),
             consequence="nothing was done",
             remedy="pass a str of this length",
@@ -209,7 +210,7 @@ def check_word(name: str, value: _Word, words: Sequence[str]) -> _Word:
     """
     if not isinstance(value, str) or value not in words:
         raise ArgumentError(
-            f"{name}: expected one of {list(words)}, got {_told(value)}",
+            f"{name}: expected one of {list(words)}, got {told(value)}",
             local=_shown(value),
             consequence="nothing was done",
             remedy="pass one of these words",
@@ -229,6 +230,9 @@ def _shown(value: object) -> object:
     return value if is_short else type(value).__name__
 
 
-def _told(value: object) -> str:
-    """A value as a text that is never long; Python prints no int of thousands of digits."""
-    return f"{value!r:.{_SHOWN}}" if not isinstance(value, int) or abs(value) <= 2**128 else "a number of many digits"
+def told(value: object) -> str:
+    """A value as a text for an error that is never long."""
+    try:
+        return f"{value!r:.{_SHOWN}}"
+    except ValueError:  # Python prints no int of thousands of digits
+        return f"{type(value).__name__} of too many digits"

@@ -55,13 +55,20 @@ class TransferError(Exception):
         """Builds the text out of the parts that are present."""
         parts = [message]
         if local is not None or remote is not None:
-            parts.append(f"local {local!r}, remote {remote!r}" if remote is not None else f"local {local!r}")
+            parts.append(f"local {_repr(local)}" + ("" if remote is None else f", remote {_repr(remote)}"))
         parts.extend(part for part in (consequence, remedy) if part)
         super().__init__("; ".join(parts))
         self.local = local
         self.remote = remote
         self.consequence = consequence
         self.remedy = remedy
+
+
+def _repr(value: object) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # Python prints no int of thousands of digits
+        return f"{type(value).__name__} of too many digits"
 
 
 class ArgumentError(TransferError, ValueError):

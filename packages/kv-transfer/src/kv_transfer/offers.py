@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import kv_planner
 
-from kv_transfer.arguments import check_whole
+from kv_transfer.arguments import check_whole, told
 from kv_transfer.errors import ArgumentError
 from kv_transfer.groups import Group, Groups
 from kv_transfer.messages import GroupOffer
@@ -125,7 +125,7 @@ def _rows(groups: Groups, parts: Sequence[kv_planner.Part], row: Rows) -> dict[s
         given = dict.fromkeys(sorted(wanted) or groups.names[:1], row) if row is not None else {}
     if given.keys() != wanted:
         raise ArgumentError(
-            f"row: the layout has {'components' if wanted else 'no component'} with a row a request, got {row!r}",
+            f"row: the layout has {'components' if wanted else 'no component'} with a row a request, got {told(row)}",
             local=row,
             consequence="the states of the request would be missing" if wanted else "nothing was offered",
             remedy="give the row of the request in this rank's pool, where the layout has states and only there",

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 import kv_planner
 
-from kv_transfer.arguments import check_items, check_kind, check_seconds, check_whole, check_word
+from kv_transfer.arguments import check_items, check_kind, check_seconds, check_whole, check_word, told
 from kv_transfer.errors import ArgumentError
 from kv_transfer.terms import ALL_PARTS
 
@@ -92,7 +92,7 @@ class LayerMarks:
             return (part, layer_id) in self._marked
         except TypeError:  # a list, for example; asked for each layer, so that nothing is looked at beforehand
             raise ArgumentError(
-                f"part, layer_id: expected a part and a whole number, got {part!r:.80} and {layer_id!r:.80}",
+                f"part, layer_id: expected a part and a whole number, got {told(part)} and {told(layer_id)}",
                 local=f"{type(part).__name__}, {type(layer_id).__name__}",
                 consequence="no such layer will ever be computed",
                 remedy='ask for "target" or "draft" and a layer id',

@@ -14,7 +14,7 @@ import kv_planner
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.arguments import is_whole
+from kv_transfer.arguments import is_whole, told
 from kv_transfer.engine import RegistersTogether, TransferEngine
 from kv_transfer.errors import RegionError
 
@@ -24,15 +24,15 @@ _TOP = 1 << 64
 
 
 def _number(name: str, value: object) -> int:
-    """The whole number `value`, of any size.
+    """The whole number `value`, of up to 64 bits.
 
     Raises:
         RegionError: It is none.
     """
-    if is_whole(value):
+    if is_whole(value) and abs(value) <= _TOP:
         return operator.index(value)
     raise RegionError(
-        f"{name}: expected a whole number, got {value!r:.80}",
+        f"{name}: expected a whole number, got {told(value)}",
         local=type(value).__name__,
         consequence="nothing was registered, or unregistered",
         remedy="give the data pointer and the bytes of a buffer as int",

@@ -12,7 +12,7 @@ import kv_planner
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.arguments import check_items, check_whole, is_whole
+from kv_transfer.arguments import check_items, check_whole, is_whole, told
 from kv_transfer.chunks import Chunk, ChunkPlanner
 from kv_transfer.config import Limits
 from kv_transfer.coverage import Layer
@@ -234,8 +234,8 @@ class RoomPlanner:
         ]
         if strange:
             raise ArgumentError(
-                f"{name}: {strange[:16]!r:.200} are not on this rank's route, which has {sorted(known)}",
-                local=str(strange)[:200],
+                f"{name}: {told(strange[:16])} are not on this rank's route, which has {sorted(known)}",
+                local=told(strange),
                 consequence="nothing was sent",
                 remedy=f"leave {name} out for all of them",
             )

@@ -11,6 +11,7 @@ from typing import Final
 
 import kv_planner
 
+from kv_transfer.arguments import told
 from kv_transfer.aux_rows import AuxField, check_fields
 from kv_transfer.engine import TransferEngine
 from kv_transfer.errors import ArgumentError, PeerRefused
@@ -37,8 +38,8 @@ def check_parts(parts: Iterable[kv_planner.Part]) -> tuple[kv_planner.Part, ...]
         given = ()
     if not given or not all(isinstance(part, str) and part in ALL_PARTS for part in given):
         raise ArgumentError(
-            f"parts: expected some of {list(ALL_PARTS)}, got {parts!r:.200}",
-            local=str(parts)[:200],
+            f"parts: expected some of {list(ALL_PARTS)}, got {told(parts)}",
+            local=told(parts),
             consequence="it would be unknown what is sent",
             remedy="use ['target'] for a transfer without the draft",
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, TypeVar
 
 from kv_pool.errors import HostPoolError
-from kv_pool.tables import INT64_MAX, whole_number
+from kv_pool.tables import whole_number
 
 if TYPE_CHECKING:
     from kv_planner import PrefixLock
@@ -41,8 +41,7 @@ class CopyLimits:
     def __post_init__(self) -> None:
         for name, value in (("batch_pages", self.batch_pages), ("layers_ahead", self.layers_ahead)):
             consequence = "nothing would ever be copied"
-            most = INT64_MAX
-            whole_number(f"limits.{name}", value, least=1, most=most, error=HostPoolError, consequence=consequence)
+            whole_number(f"limits.{name}", value, least=1, error=HostPoolError, consequence=consequence)
 
 
 @dataclass(frozen=True)

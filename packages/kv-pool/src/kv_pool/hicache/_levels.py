@@ -109,7 +109,7 @@ class Levels:
             PageError: Negative, or no whole number.
             OutOfPages: Not enough, even after everything unprotected has left; more than there are at all, before that.
         """
-        count = whole_number("count", count, error=PageError, consequence="no page was taken")
+        count = whole_number("count", count, most=None, error=PageError, consequence="no page was taken")
         if count <= self._device.total:
             self.make_room(count)
         return self._device.alloc(count)
@@ -139,7 +139,7 @@ class Levels:
         Raises:
             PageError: Negative, or no whole number.
         """
-        count = whole_number("pages", count, error=PageError, consequence="no page has left")
+        count = whole_number("pages", count, most=None, error=PageError, consequence="no page has left")
         before = self._count["evicted_device_pages"]
         self.make_room(min(count, self._device.total))
         return self._count["evicted_device_pages"] - before

@@ -124,7 +124,7 @@ class Member:
         Raises:
             PageError: Negative, or no whole number.
         """
-        count = whole_number("pages", count, error=PageError, consequence="no page has left")
+        count = whole_number("pages", count, most=None, error=PageError, consequence="no page has left")
         return self.device.evict(count - self.device.own.available)
 
     def take_host(self, count: int) -> IntArray:

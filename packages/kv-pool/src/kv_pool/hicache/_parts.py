@@ -135,7 +135,8 @@ def check_progress(computed: int, reach: int | None) -> None:
         CacheError: Negative, or no whole number.
     """
     for name, tokens in (("computed", computed), ("reach", 0 if reach is None else reach)):
-        whole_number(name, tokens, error=CacheError, consequence="companions would get other pages than are computed")
+        consequence = "companions would get other pages than are computed"
+        whole_number(name, tokens, most=None, error=CacheError, consequence=consequence)
 
 
 def check_text(acquired: Acquired, tokens: IndexLike, page_size: int) -> IntArray:

@@ -139,7 +139,9 @@ class Acquired:
             HitError: `at_most` is no whole number.
         """
         consequence = "there is no such hit"
-        at_most = max(0, whole_number("at_most", at_most, least=-INT64_MAX, error=HitError, consequence=consequence))
+        least = -INT64_MAX
+        whole = whole_number("at_most", at_most, least=least, most=None, error=HitError, consequence=consequence)
+        at_most = max(0, whole)
         most = min(at_most // self._page_size, self._nodes.size)
         depths = Group.depths(self._shares, self._nodes.size)
         return int(np.flatnonzero(depths[: most + 1])[-1]) * self._page_size

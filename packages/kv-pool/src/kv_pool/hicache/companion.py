@@ -22,7 +22,7 @@ from kv_pool.errors import HostPoolError
 from kv_pool.hicache.host_pool import HostPool, MirroredPool
 from kv_pool.page_map import PageMap
 from kv_pool.state import StatePool
-from kv_pool.tables import INT64_MAX, shown, whole_number
+from kv_pool.tables import shown, whole_number
 
 __all__ = ["Companion", "Coverage"]
 
@@ -57,10 +57,7 @@ class Companion:
         check_word("coverage", coverage, get_args(Coverage), HostPoolError)
         if trailing is not None:
             consequence = "no page would be needed of a hit"
-            most = INT64_MAX
-            trailing = whole_number(
-                "trailing", trailing, least=1, most=most, error=HostPoolError, consequence=consequence
-            )
+            trailing = whole_number("trailing", trailing, least=1, error=HostPoolError, consequence=consequence)
         check_kind("pages", pages, PageMap, HostPoolError)
         pools = [host.pool for host in check_all("hosts", hosts, HostPool, HostPoolError)]
         rows = coverage == "snapshots"
@@ -113,8 +110,7 @@ class Companion:
             HostPoolError: Also for a window below 1.
         """
         consequence = "no token would be attended to"
-        most = INT64_MAX
-        tokens = whole_number("window", window, least=1, most=most, error=HostPoolError, consequence=consequence)
+        tokens = whole_number("window", window, least=1, error=HostPoolError, consequence=consequence)
         size = check_kind("pages", pages, PageMap, HostPoolError).lead.page_size
         return cls(name, "last_pages", -(-tokens // size), pages, [host])
 

@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from kv_transfer.arguments import check_text, check_whole
+from kv_transfer.arguments import check_text, check_whole, told
 from kv_transfer.engine import EngineCapabilities
 from kv_transfer.engines.blocking import BlockingEngine, check_workers
 from kv_transfer.errors import EngineError, EngineUnavailable
@@ -98,7 +98,7 @@ class MemfabricEngine(BlockingEngine):
         )
         if not isinstance(role, str) or role not in ("Prefill", "Decode"):
             raise EngineError(
-                f"role: expected 'Prefill' or 'Decode', got {role!r}",
+                f"role: expected 'Prefill' or 'Decode', got {told(role)}",
                 local=role,
                 consequence="the library would fail without a reason",
             )

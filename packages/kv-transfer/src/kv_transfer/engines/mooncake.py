@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, TypeAlias, cast, get_args
 
-from kv_transfer.arguments import check_kind, check_period, check_text, check_word
+from kv_transfer.arguments import check_kind, check_period, check_text, check_word, told
 from kv_transfer.engine import EngineCapabilities
 from kv_transfer.engines.blocking import BlockingEngine, check_workers
 from kv_transfer.errors import EngineError, EngineUnavailable
@@ -131,7 +131,7 @@ class MooncakeEngine(BlockingEngine):
         check_word("log_level", log_level, get_args(LogLevel))
         if not isinstance(protocol, str) or protocol != "tcp":
             raise EngineError(
-                f"protocol: {protocol!r} is not supported",
+                f"protocol: {told(protocol)} is not supported",
                 local=protocol,
                 consequence="the library would accept the name silently and might use another transport",
                 remedy="use 'tcp'",

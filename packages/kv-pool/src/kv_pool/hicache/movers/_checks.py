@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kv_pool.errors import MoveRefused
-from kv_pool.tables import INT64_MAX, IndexLike, IntArray, as_index_array, is_whole, shown, whole_number
+from kv_pool.tables import IndexLike, IntArray, as_index_array, is_whole, shown, whole_number
 
 __all__ = ["check_layer", "check_pages", "whole_pages"]
 
@@ -78,9 +78,7 @@ def whole_pages(slots: IndexLike, page_size: int) -> IntArray:
     """
     tokens = as_index_array("slots", slots, MoveRefused)
     consequence = "pages could not be told apart"
-    page_size = whole_number(
-        "page_size", page_size, least=1, most=INT64_MAX, error=MoveRefused, consequence=consequence
-    )
+    page_size = whole_number("page_size", page_size, least=1, error=MoveRefused, consequence=consequence)
     if tokens.size % page_size:
         raise MoveRefused(
             "slots",

@@ -21,7 +21,7 @@ from kv_pool._arguments import check_kind
 from kv_pool.errors import StorageDamaged, StorageError
 from kv_pool.hicache.storage._record import HEADER_BYTES, checksum, pack_header, unpack_header
 from kv_pool.hicache.storage.protocols import check_keys, check_pages
-from kv_pool.tables import INT64_MAX, shown, whole_number
+from kv_pool.tables import shown, whole_number
 
 if TYPE_CHECKING:
     from kv_pool.hicache.storage.protocols import Pieces
@@ -63,7 +63,7 @@ class FileStorage:
         consequence = "nothing could be kept beyond the host"
         self._root = Path(root)
         self._capacity = whole_number(
-            "capacity_bytes", capacity_bytes, least=1, most=INT64_MAX, error=StorageError, consequence=consequence
+            "capacity_bytes", capacity_bytes, least=1, error=StorageError, consequence=consequence
         )
         self._durable = check_kind("durable", durable, bool, StorageError)
         self._lock = threading.Lock()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import kv_planner
 
-from kv_transfer.arguments import check_items, check_kind, check_text, check_whole
+from kv_transfer.arguments import check_items, check_kind, check_text, check_whole, told
 from kv_transfer.integrations.sglang.fields import dtype_word, number_list
 from kv_transfer.integrations.sglang.names import LATENTS, Name, own_names, refusal, stated, total_layers
 
@@ -114,7 +114,7 @@ def fill_kv_args(kv_args: _Args, manifest: kv_planner.RankManifest) -> _Args:
     """
     check_kind("manifest", manifest, kv_planner.RankManifest)
     if not hasattr(kv_args, "__dict__") or isinstance(kv_args, type):
-        raise refusal("kv_args", None, f"{kv_args!r:.80}", "it takes no fields", "pass SGLang's KVArgs")
+        raise refusal("kv_args", None, told(kv_args), "it takes no fields", "pass SGLang's KVArgs")
     layout, place = manifest.layout, manifest.placement
     parts: tuple[Part, ...] = ("target", "draft")
     order = {(spec.component, spec.part): (parts.index(spec.part), i) for i, spec in enumerate(layout.components)}
@@ -152,7 +152,7 @@ def _checked(layers: Mapping[tuple[Component, Part], Sequence[int]]) -> dict[tup
     """Layers that a caller gives."""
     found: dict[tuple[Component, Part], Sequence[int]] = {}
     for kind, ids in check_kind("layers", layers, Mapping).items():  # type: ignore[type-abstract]
-        name = f"layers[{kind!r:.80}]"
+        name = f"layers[{told(kind)}]"
         if not (isinstance(kind, tuple) and len(kind) == 2 and all(isinstance(word, str) for word in kind)):
             raise refusal(
                 name, None, "a component and a part", "no name of layers", "name layers by component and part"

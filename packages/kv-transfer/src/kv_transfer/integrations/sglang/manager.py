@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 import kv_planner
 import numpy as np
 
+from kv_transfer.arguments import told
 from kv_transfer.engine import Blocks
 from kv_transfer.errors import TransferFailed
 from kv_transfer.integrations._engine import engine_module
@@ -133,7 +134,7 @@ class PlannedTransfers(Registrations, Pointers):
         _check_call(mooncake_session_id, dst_kv_ptrs, dst_layer_ids)
         if dst_device_kv_indices is not None:
             raise refusal(
-                "dst_device_kv_indices", None, f"{dst_device_kv_indices!r:.80}", "a second list of pages is not moved",
+                "dst_device_kv_indices", None, told(dst_device_kv_indices), "a second list of pages is not moved",
                 "switch HiSparse off on decode",
             )  # fmt: skip
         own = self.kv_args.kv_item_lens[0] if self.kv_args.kv_item_lens else 0
@@ -337,7 +338,7 @@ def _check_call(session: object, pointers: object, ids: object) -> None:
         UnsupportedLayout: The session is no text, or a list is none.
     """
     if not isinstance(session, str):
-        raise refusal("mooncake_session_id", None, f"{session!r:.80}", "no text", "pass the peer's session id")
+        raise refusal("mooncake_session_id", None, told(session), "no text", "pass the peer's session id")
     check_list("dst_kv_ptrs", pointers)
     check_list("dst_layer_ids", () if ids is None else ids)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import kv_planner
 
-from kv_transfer.arguments import check_items, check_whole, is_whole
+from kv_transfer.arguments import check_items, check_whole, is_whole, told
 from kv_transfer.errors import ArgumentError, UnsupportedLayout
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def entry_list(kv_args: Any, field: str) -> list[Any]:
         return list(check_items(field, values))
     except ArgumentError:
         words = ("a list", "every buffer has an item in it", "fill it before the manager is made")
-        raise refusal(field, values, *words) from None
+        raise refusal(field, None if values is None else told(values), *words) from None
 
 
 def check_list(field: str, values: object) -> None:
@@ -78,7 +78,7 @@ def check_list(field: str, values: object) -> None:
         UnsupportedLayout: It is none.
     """
     if not isinstance(values, list | tuple):
-        raise refusal(field, None, f"{values!r:.80}", "no list", "pass what was registered")
+        raise refusal(field, None, told(values), "no list", "pass what was registered")
 
 
 def optional_list(kv_args: Any, field: str) -> list[Any]:
@@ -101,9 +101,7 @@ def stated(kv_args: Any, field: str) -> int | None:
         return None if value is None else check_whole(field, value)
     except ArgumentError:
         what = type(value).__name__
-        raise refusal(
-            field, f"{value!r:.80}", "a whole number", f"no number, a {what}", "give an int or None"
-        ) from None
+        raise refusal(field, told(value), "a whole number", f"no number, a {what}", "give an int or None") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,7 +264,7 @@ def own_names(kv_args: Any, *, mla: bool, pp_size: int | None, last: bool | None
     if ids:
         strange = [layer for layer in ids if not is_whole(layer) or not 0 <= layer < 1 << 64]
         if strange:
-            what, remedy = f"{strange[0]!r:.80}", "publish the id of each buffer's layer"
+            what, remedy = told(strange[0]), "publish the id of each buffer's layer"
             raise refusal("kv_layer_ids", what, "whole numbers", "no layer", remedy)
         return _names_by_id(ids, LATENTS if mla else PAIRS)
     return stage_of(kv_args, entries, mla=mla, pp_size=pp_size, last=last).names()
@@ -282,7 +280,7 @@ def given_names(kv_args: Any) -> tuple[Name, ...]:
     wrong = [name for name in given if not _is_name(name)]
     if wrong:
         what = "a component, a part, a layer id and an occurrence"
-        raise refusal("kv_entry_names", f"{wrong[0]!r:.80}", what, "no name of a buffer", "let name_entries write them")
+        raise refusal("kv_entry_names", told(wrong[0]), what, "no name of a buffer", "let name_entries write them")
     return tuple((name[0], name[1], name[2], name[3]) for name in given)
 
 

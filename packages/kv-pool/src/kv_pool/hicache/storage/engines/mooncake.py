@@ -20,8 +20,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
+from kv_pool._arguments import check_word
 from kv_pool.errors import LibraryUnavailable, StorageDamaged, StorageError
 from kv_pool.hicache.storage.protocols import check_keys, check_pages
+from kv_pool.tables import shown, whole_number
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MooncakeStorage", "describe_code"]
 
+_LONGEST_S = 86_400  # a day: the library counts milliseconds in 32 bits
 _NO_ROOM, _TOO_SMALL, _ABSENT, _LEASE_ENDED, _NOT_MOVED = -200, -600, -704, -707, -800
 _WORDS = {
     _NO_ROOM: "no room: all segments are full of pages under a lease",
@@ -121,7 +124,7 @@ class MooncakeStorage:
 
     Raises:
         LibraryUnavailable: The wheel or a system library of it is missing.
-        StorageError: The library did not start; its code is in the text.
+        StorageError: An argument of another kind, or the library did not start; its code is in the text.
     """
 
     name = "mooncake"
@@ -138,10 +141,18 @@ class MooncakeStorage:
         timeout_s: float = 5.0,
         log_level: Literal["INFO", "WARNING", "ERROR"] = "ERROR",
     ) -> None:
-        if protocol not in ("tcp", "rdma"):
-            raise _unusable("protocol", protocol, "tcp or rdma", "the library takes any text and fails later")
-        if not timeout_s > 0:
-            raise _unusable("timeout_s", timeout_s, "more than 0", "a master that hangs would keep every call waiting")
+        for name, text in (("master", master), ("hostname", hostname), ("rdma_devices", rdma_devices)):
+            if not isinstance(text, str) or not (text or text is rdma_devices) or not text.isascii():
+                raise _unusable(name, shown(text), "a text", "the library takes any text and fails later")
+        for name, nbytes in (("segment_bytes", segment_bytes), ("buffer_bytes", buffer_bytes)):
+            whole_number(name, nbytes, error=StorageError, consequence="the library would have no memory")
+        check_word("protocol", protocol, ("tcp", "rdma"), StorageError)
+        check_word("log_level", log_level, ("INFO", "WARNING", "ERROR"), StorageError)
+        is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+        if not is_number or not 0 < timeout_s <= _LONGEST_S:
+            expected = f"seconds above 0, at most {_LONGEST_S}"
+            consequence = "a master that hangs would keep every call waiting"
+            raise _unusable("timeout_s", shown(timeout_s), expected, consequence)
         os.environ.setdefault("MC_LOG_LEVEL", log_level)
         try:
             library = importlib.import_module("mooncake.store")
