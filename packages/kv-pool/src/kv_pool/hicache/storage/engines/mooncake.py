@@ -142,8 +142,8 @@ class MooncakeStorage:
         log_level: Literal["INFO", "WARNING", "ERROR"] = "ERROR",
     ) -> None:
         for name, text in (("master", master), ("hostname", hostname), ("rdma_devices", rdma_devices)):
-            if not isinstance(text, str) or not (text or text is rdma_devices) or not text.isascii():
-                raise _unusable(name, shown(text), "a text", "the library takes any text and fails later")
+            if not isinstance(text, str) or not text.isascii() or (not text and name != "rdma_devices"):
+                raise _unusable(name, shown(text), "a text of ASCII characters", "the library would fail later")
         for name, nbytes in (("segment_bytes", segment_bytes), ("buffer_bytes", buffer_bytes)):
             whole_number(name, nbytes, error=StorageError, consequence="the library would have no memory")
         check_word("protocol", protocol, ("tcp", "rdma"), StorageError)
