@@ -177,34 +177,36 @@ def test_a_load_that_was_queued_waits_for_the_last_reader_of_its_pages(
     host_layout: HostLayout,
     complete: bool,
 ) -> None:
+    """Also where another load, asked for before the reader came, goes to the mover with it."""
     streams = None if complete else waits_once("load")
-    bench = make_cache(NPU, pages=6, mover=mover, host_layout=host_layout, streams=streams)
+    bench = make_cache(NPU, pages=8, mover=mover, host_layout=host_layout, streams=streams)
     cache = bench.cache
-    for name in (1, 2):
+    for name in (1, 2, 3):
         bench.serve(text(name, 9))
     cache.drain()
-    cache.evict(6)
+    cache.evict(8)
     other = torch_npu.npu.Stream()
-    first = cache.acquire(text(1, 9))
-    reader = cache.acquire(text(3, 12))  # the pages that are left
+    first, second = (cache.acquire(text(name, 9)) for name in (1, 2))
+    reader = cache.acquire(text(4, 8))  # the pages that are left
     for page in reader.pages.tolist():
         bench.pool.key(0)[page].fill_(0)
     torch_npu.npu.synchronize()
     with held_back():
         cache.load(first)
+        cache.load(second)
         with torch_npu.npu.stream(other):
             for page in reader.pages.tolist():
                 bench.pool.key(0)[page].clone()
             cache.abort(reader)
-            second = cache.acquire(text(2, 9))
-            cache.load(second)
-        assert cache.under_way.queued_loads == 2
+            third = cache.acquire(text(3, 8))
+            cache.load(third)
+        assert cache.under_way.queued_loads == 3
     with nullcontext() if complete else pytest.raises(ascend_emulator.RaceError):
         second.wait_layer(0)
         cache.drain()
     torch_npu.npu.synchronize()
     if complete:
-        assert cache.counters.loaded_pages == 4
+        assert cache.counters.loaded_pages == 5 and cache.counters.load_batches == 2
 
 
 def test_pages_of_a_stopped_load_are_reused_after_what_was_submitted(
