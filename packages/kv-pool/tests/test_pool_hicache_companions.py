@@ -233,7 +233,7 @@ def test_a_hit_that_all_ranks_can_serve(text: Text) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [handle.hit_tokens for handle in handles] == [12, 12] and sizes == [3] * 6
+    assert [handle.hit_tokens for handle in handles] == [12, 12] and sizes == [5] * 6
     for bench, handle in zip(benches, handles, strict=True):
         bench.check_books()
         bench.cache.finish(handle, bench.run(handle))

@@ -54,7 +54,7 @@ def test_every_rank_gets_the_minimum_with_the_same_reductions(hits: list[list[in
     for thread in threads:
         thread.join()
     least = [min(request) for request in hits]
-    assert answers == [[least[:split], least[split:], []]] * 3 and group.sizes == [8, 8, 8]
+    assert answers == [[least[:split], least[split:], []]] * 3 and group.sizes == [10, 10, 10]
 
 
 def test_hits_of_two_caches_become_one(make_cache: Callable[..., Any], text: Callable[[int, int], list[int]]) -> None:
@@ -64,16 +64,74 @@ def test_hits_of_two_caches_become_one(make_cache: Callable[..., Any], text: Cal
         bench.cache.drain()
     handles = [bench.cache.acquire(text(1, 26)) for bench in benches]
     assert [handle.hit_tokens for handle in handles] == [24, 12]
-    least = np.array([12, 2**63 - 1])
+    least = np.array([12, 2**63 - 1, 1, -1])
     for bench, handle in zip(benches, handles, strict=True):
-        HitAgreement(lambda vector: np.minimum(vector, least), width=2).limit(bench.cache, [handle])
+        assert HitAgreement(lambda vector: np.minimum(vector, least), width=2).limit(bench.cache, [handle]) == [True]
         assert handle.hit_tokens == 12
         bench.cache.finish(handle, bench.run(handle))
         bench.check_books()
 
 
+@pytest.mark.parametrize("companions", [False, True])
+def test_a_request_that_one_rank_has_no_pages_for_is_served_by_none(
+    make_cache: Callable[..., Any], text: Callable[[int, int], list[int]], companions: bool
+) -> None:
+    """All ranks hear of it in the same reductions, and none waits for another."""
+    group, answers, hits = Group(2), {}, {}
+
+    def serve(rank: int) -> None:
+        bench = make_cache(pages=8)
+        bench.serve(text(1, 13 if rank else 9))
+        handles: list[Any] = [bench.cache.acquire(text(1, 13)), None if rank else bench.cache.acquire(text(2, 9))]
+        agreement = HitAgreement(group.of(rank), width=3, companions=companions)
+        answers[rank] = agreement.limit(bench.cache, handles)
+        for handle, everywhere in zip(handles, answers[rank], strict=True):
+            if handle is not None and not everywhere:
+                bench.cache.abort(handle)
+        hits[rank] = handles[0].hit_tokens
+        bench.cache.finish(handles[0], bench.run(handles[0]))
+        bench.check_books()
+
+    threads = [threading.Thread(target=serve, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {0: [True, False], 1: [True, False]} and hits == {0: 8, 1: 8}
+    assert group.sizes == [5] * (1 + companions)
+
+
+@pytest.mark.parametrize("companions", [False, True])
+def test_ranks_with_other_numbers_of_requests_all_hear_of_it(
+    make_cache: Callable[..., Any], text: Callable[[int, int], list[int]], companions: bool
+) -> None:
+    group, errors = Group(2), {}
+
+    def serve(rank: int) -> None:
+        bench = make_cache(pages=8)
+        handles = [bench.cache.acquire(text(name, 9)) for name in range(rank + 1)]
+        try:
+            HitAgreement(group.of(rank), width=3, companions=companions).limit(bench.cache, handles)
+        except AgreementError as error:
+            errors[rank] = str(error)
+
+    threads = [threading.Thread(target=serve, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors.keys() == {0, 1} and all("from 1 to 2" in text for text in errors.values())
+    assert group.sizes == [5]
+
+
 def test_reductions_that_are_none(make_cache: Callable[..., Any]) -> None:
-    for answer in (lambda v: v + 4, lambda v: v[:1], lambda v: v - 100, lambda v: np.minimum(v, 8)):
+    for answer in (
+        lambda v: v + 4,
+        lambda v: v[:1],
+        lambda v: v - 100,
+        lambda v: np.minimum(v, 8),
+        lambda v: np.minimum(v, 1),
+    ):
         with pytest.raises(AgreementError):
             HitAgreement(answer, width=3).minimum([4, 8])
     with pytest.raises(AgreementError, match="at most 1"):

@@ -120,13 +120,13 @@ def check_all(name: str, values: object, kind: type[_Value], error: type[KvPoolE
     return tuple(check_kind(f"{name}[{place}]", item, kind, error) for place, item in enumerate(items))
 
 
-def check_numbers(name: str, values: object, error: type[KvPoolError]) -> tuple[int, ...]:
-    """The whole numbers `values`, from 0 on.
+def check_numbers(name: str, values: object, error: type[KvPoolError], *, least: int = 0) -> tuple[int, ...]:
+    """The whole numbers `values`, from `least` on.
 
     Raises:
         KvPoolError: It is no list, or one of them is no such number; of the class that was asked for.
     """
     return tuple(
-        whole_number(f"{name}[{place}]", value, error=error, consequence=_NOTHING)
+        whole_number(f"{name}[{place}]", value, least=least, error=error, consequence=_NOTHING)
         for place, value in enumerate(check_list(name, values, error))
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from kv_pool._arguments import check_all, check_kind, check_numbers
+from kv_pool._arguments import check_kind, check_list, check_numbers
 from kv_pool.errors import AgreementError
 from kv_pool.tables import INT32_MAX, whole_number
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["HitAgreement", "owner_rank"]
 
 _FREE = np.iinfo(np.int64).max  # a place of the vector that no request takes
+_NOT_HERE = -1  # the hit of a request that a rank could not acquire
 
 
 class HitAgreement:
@@ -32,12 +33,13 @@ class HitAgreement:
 
     One reduction a tick, of one length, on every rank: also when nothing was acquired, and whatever was found. Where
     stages have companions (see `companion`), the least hit may be none that another stage can serve: then the ranks
-    reduce what they can serve below it, until nobody lowers it, which all of them see in the same reduction.
+    reduce what they can serve below it, until nobody lowers it, which all of them see in the same reduction. So is a
+    request that a rank could not acquire, and a rank that acquired another number of them: no rank goes on alone.
 
     Args:
-        reduce_min: Element-wise minimum over all ranks; called with an int64 vector, returns one of the same length.
-            A collective, e.g. over `torch.distributed`.
-        width: Length of the vector: the most requests that a tick may acquire.
+        reduce_min: Element-wise minimum over all ranks; called with an int64 vector of `width + 2`, returns one of the
+            same length. A collective, e.g. over `torch.distributed`.
+        width: The most requests that a tick may acquire.
         companions: Whether any rank or stage of the model has companions; the same on all of them. At least two
             reductions a tick then.
 
@@ -56,13 +58,14 @@ class HitAgreement:
         """Return the least hit of each request over all ranks, in one reduction.
 
         Args:
-            hits: One a request, in the order in which every rank acquires them.
+            hits: One a request, in the order in which every rank acquires them; -1 for one that this rank could not
+                acquire, which makes it the least.
 
         Raises:
-            AgreementError: More requests than the width (nothing was reduced), or an answer that is above what was
-                given: then the reduction is no minimum, or ranks do not serve the same requests.
+            AgreementError: More requests than the width (nothing was reduced); an answer that is no minimum of what was
+                given; or ranks with other numbers of requests, which all of them see.
         """
-        hits = check_numbers("hits", hits, AgreementError)
+        hits = check_numbers("hits", hits, AgreementError, least=_NOT_HERE)
         if len(hits) > self._width:
             raise AgreementError(
                 "hits",
@@ -71,10 +74,11 @@ class HitAgreement:
                 consequence="this rank would reduce a longer vector than the others, and all would wait for ever",
                 remedy="acquire fewer requests a tick, or give a larger width on all ranks",
             )
-        vector = np.full(self._width, _FREE, dtype=np.int64)
+        vector = np.full(self._width + 2, _FREE, dtype=np.int64)
         vector[: len(hits)] = hits
+        vector[-2:] = len(hits), -len(hits)  # the least number, and the most
         least = np.asarray(self._reduce(vector.copy()))
-        if least.shape != vector.shape or (least > vector).any() or (least[: len(hits)] < 0).any():
+        if least.shape != vector.shape or (least > vector).any() or (least[:-2] < _NOT_HERE).any():
             raise AgreementError(
                 "reduce_min",
                 given=least.tolist(),
@@ -82,18 +86,27 @@ class HitAgreement:
                 consequence="a rank would skip tokens that it has not found",
                 remedy="reduce with MIN over the group of all ranks and stages of one model",
             )
-        if (least[len(hits) :] != _FREE).any():
+        fewest, most = int(least[-2]), -int(least[-1])
+        if not fewest == most == len(hits) or (least[len(hits) : -2] != _FREE).any():
             raise AgreementError(
                 "hits",
                 given=f"{len(hits)} requests",
-                expected="as many as the other ranks acquired in this tick",
+                expected=f"as many as the other ranks acquired in this tick, which are from {fewest} to {most}",
                 consequence="ranks would serve different batches",
-                remedy="schedule the same requests in the same order on all ranks",
+                remedy="schedule the same requests in the same order on all ranks, None for those that have no pages",
             )
         return [int(hit) for hit in least[: len(hits)]]
 
-    def limit(self, cache: HiCacheController, acquired: Sequence[Acquired]) -> None:
+    def limit(self, cache: HiCacheController, acquired: Sequence[Acquired | None]) -> list[bool]:
         """Lower each hit of a tick to what all ranks can serve; call it once a tick, before `load`.
+
+        Args:
+            cache: The cache of the handles.
+            acquired: Handles in the order in which every rank acquires them; `None` for a request that this rank could
+                not acquire (`OutOfPages`).
+
+        Returns:
+            Which requests all ranks have acquired; abort the handles of the others.
 
         Raises:
             AgreementError: See `minimum`.
@@ -104,16 +117,24 @@ class HitAgreement:
         from kv_pool.hicache.controller import HiCacheController
 
         check_kind("cache", cache, HiCacheController, AgreementError)
-        acquired = check_all("acquired", acquired, Acquired, AgreementError)
-        hits = self.minimum([handle.hit_tokens for handle in acquired])
+        acquired = [
+            None if handle is None else check_kind(f"acquired[{place}]", handle, Acquired, AgreementError)
+            for place, handle in enumerate(check_list("acquired", acquired, AgreementError))
+        ]
+        hits = self.minimum([_NOT_HERE if handle is None else handle.hit_tokens for handle in acquired])
         while self._companions:
-            least = self.minimum([handle.restorable(hit) for handle, hit in zip(acquired, hits, strict=True)])
+            least = self.minimum([_restorable(handle, hit) for handle, hit in zip(acquired, hits, strict=True)])
             if least == hits:
                 break
             hits = least
         for handle, hit in zip(acquired, hits, strict=True):
-            if hit < handle.hit_tokens:
+            if handle is not None and _NOT_HERE < hit < handle.hit_tokens:
                 cache.limit(handle, hit)
+        return [hit > _NOT_HERE for hit in hits]
+
+
+def _restorable(handle: Acquired | None, hit: int) -> int:
+    return _NOT_HERE if handle is None or hit == _NOT_HERE else handle.restorable(hit)
 
 
 def owner_rank(key: str, ranks: int) -> int:
