@@ -343,3 +343,40 @@ def test_connect_waits_for_no_other_rank(desk: Desk) -> None:
     assert not waiting.is_alive()
     with pytest.raises(kt.SessionStateError, match="is connected"):
         first.connect()
+
+
+def test_the_lower_limit_of_messages_holds_for_both() -> None:
+    """What is too long for one end is refused by the other, and the conversation goes on."""
+    layout = make_layout(layers=1)
+    low, high = kt.Limits(message_bytes=1 << 16), kt.Limits(message_bytes=1 << 20)
+    long = {"text": "x" * (1 << 16)}
+    for here, there in ((low, high), (high, low)):
+        engines = LoopbackEngine(), LoopbackEngine()
+        memory, decode = stages(layout, 1)[0], whole(layout, pages=1 << 14)
+        with (
+            kt.Receiver(decode.manifest, engines[0], prefill_ranks=1, limits=here) as receiver,
+            kt.Sender(memory.manifest, engines[1], endpoint=receiver.endpoint, limits=there) as sender,
+        ):
+            sender.connect()
+            receiver.wait_ready(60)
+            with pytest.raises(kt.MessageTooLarge, match=r"'offer': .* the limit is 65536"):
+                receiver.open(0, range(1, 1 << 14))
+            session = receiver.open(0, [1])
+            sending = sender.open(0)
+            sending.send([1], start=0)
+            with pytest.raises(kt.MessageTooLarge, match=r"'done': .* the limit is 65536"):
+                sending.finish(long)
+            sending.finish()
+            assert session.wait(60).pages == 1
+
+
+def test_a_hello_that_is_too_long_there_is_named() -> None:
+    memory, decode = stages(make_layout(layers=200), 1)[0], whole(make_layout())
+    with (
+        kt.Receiver(
+            decode.manifest, LoopbackEngine(), prefill_ranks=1, limits=kt.Limits(message_bytes=1 << 16)
+        ) as receiver,
+        kt.Sender(memory.manifest, LoopbackEngine(), endpoint=receiver.endpoint) as sender,
+        pytest.raises(kt.PeerLost, match=r"a hello of \d+ bytes is not too long there"),
+    ):
+        sender.connect()

@@ -155,11 +155,18 @@ def test_another_version_is_named() -> None:
 
 
 def test_size_limit_holds_both_ways() -> None:
-    limits = Limits(message_bytes=40)
-    with pytest.raises(MessageTooLarge, match="limit is 40"):
-        encode(Bye(reason="x" * 100), limits)
-    with pytest.raises(MessageTooLarge, match="limit is 40"):
-        decode(encode(Bye(reason="x" * 100)), limits)
+    limits = Limits(message_bytes=1 << 16)
+    long = Done(room=0, generation=1, nbytes=0, blocks=0, groups={}, metadata={"text": "x" * (1 << 16)})
+    with pytest.raises(MessageTooLarge, match="limit is 65536"):
+        encode(long, limits)
+    with pytest.raises(MessageTooLarge, match="limit is 65536"):
+        decode(encode(long), limits)
+
+
+def test_every_reason_fits_into_the_shortest_limit() -> None:
+    worst = "\x01" * 4096
+    for message in (Abort(room=0, generation=1, reason=worst), Aborted(room=0, generation=1, reason=worst)):
+        encode(message, Limits(message_bytes=1 << 16))
 
 
 def test_metadata_that_json_cannot_carry_is_refused() -> None:

@@ -123,9 +123,9 @@ class World:
         pages = ("empty list",)
         timeout = {"timeout": 0.01}
         waits = {"timeout": (*SECONDS, "None")}
-        limits = dict.fromkeys(
-            ("message_bytes", "batches_in_flight", "batch_retries", "remembered_rooms", "ready_step_bytes"), 1
-        )
+        limits = dict.fromkeys(("batches_in_flight", "batch_retries", "remembered_rooms", "ready_step_bytes"), 1) | {
+            "message_bytes": 1 << 16
+        }
         times = dict.fromkeys(
             ("handshake", "offer", "transfer", "peer_lost_after", "dead_writer_grace", "drain"), 1.0
         ) | {"heartbeat_interval": 0.1}

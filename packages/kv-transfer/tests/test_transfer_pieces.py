@@ -99,7 +99,7 @@ def test_time_limits_are_checked() -> None:
     with pytest.raises(ValueError, match="less than two heartbeats"):
         kt.Timeouts(heartbeat_interval=1, peer_lost_after=1.5)
     with pytest.raises(ValueError, match=r"Limits\.message_bytes"):
-        kt.Limits(message_bytes=0)
+        kt.Limits(message_bytes=65_535)
 
 
 def test_errors_are_also_builtins() -> None:

@@ -157,9 +157,10 @@ def _open_things() -> tuple[int, int]:
 @pytest.mark.parametrize("reason", ["hello too large", "no endpoint", "no thread", "nobody there"])
 def test_a_connect_that_fails_leaves_nothing_open(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = LoopbackEngine()
-    limits = kt.Limits(message_bytes=100) if reason == "hello too large" else None
+    limits, layers = (kt.Limits(message_bytes=1 << 16), 200) if reason == "hello too large" else (None, 4)
     endpoint = "tcp://no host:5000" if reason == "no endpoint" else "tcp://127.0.0.1:1"
-    sender = kt.Sender(stages(make_layout(), 1)[0].manifest, engine, endpoint=endpoint, timeouts=FAST, limits=limits)
+    memory = stages(make_layout(layers=layers), 1)[0]
+    sender = kt.Sender(memory.manifest, engine, endpoint=endpoint, timeouts=FAST, limits=limits)
     if reason == "no thread":
 
         def refuse(*arguments: object) -> None:

@@ -6,11 +6,15 @@ Reads no environment: whoever embeds the package passes these in.
 from __future__ import annotations
 
 import dataclasses
+from typing import Final
 
 from kv_transfer.arguments import check_period, check_whole
 from kv_transfer.errors import ArgumentError
 
-__all__ = ["Limits", "Timeouts"]
+__all__ = ["LEAST_MESSAGE", "Limits", "Timeouts", "limits_between"]
+
+LEAST_MESSAGE: Final = 64 << 10
+"""Every message but those of manifests, pages and metadata is shorter, with whatever reason it carries."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +64,8 @@ class Limits:
     """Sizes that the control plane accepts.
 
     Attributes:
-        message_bytes: Longest control message; longer ones are refused unread.
+        message_bytes: Longest control message, 64 KiB or more; longer ones are refused unread. Of two ends, the lower
+            limit holds for both.
         batches_in_flight: Batches that one session gives to its engine at a time.
         batch_retries: How often a batch that the engine could not move is given to it again, where the receiver says
             `on_failed_pages="retry"`.
@@ -79,7 +84,13 @@ class Limits:
         """Refuses limits under one.
 
         Raises:
-            ArgumentError: A limit is no whole number from 1 on.
+            ArgumentError: A limit is no whole number from 1 on, or that of messages is below 64 KiB.
         """
         for field in dataclasses.fields(self):
-            check_whole(f"Limits.{field.name}", getattr(self, field.name), least=1)
+            least = LEAST_MESSAGE if field.name == "message_bytes" else 1
+            check_whole(f"Limits.{field.name}", getattr(self, field.name), least=least)
+
+
+def limits_between(limits: Limits, message_bytes: int) -> Limits:
+    """The limits towards a peer that takes messages of so many bytes."""
+    return dataclasses.replace(limits, message_bytes=min(limits.message_bytes, message_bytes))

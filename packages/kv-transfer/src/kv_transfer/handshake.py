@@ -12,11 +12,19 @@ from typing import Literal
 import kv_planner
 
 from kv_transfer.arguments import check_kind
+from kv_transfer.config import Limits
 from kv_transfer.coverage import Layer
-from kv_transfer.errors import ArgumentError, PeerRefused, ProtocolError, ProtocolVersionError, UnsupportedLayout
+from kv_transfer.errors import (
+    ArgumentError,
+    MessageTooLarge,
+    PeerRefused,
+    ProtocolError,
+    ProtocolVersionError,
+    UnsupportedLayout,
+)
 from kv_transfer.faults import is_fault
 from kv_transfer.groups import Group, Groups
-from kv_transfer.messages import DifferenceRecord, GroupManifest, Refusal, RefusalCode
+from kv_transfer.messages import DifferenceRecord, GroupManifest, Refusal, RefusalCode, encode
 from kv_transfer.spans import Interleave
 from kv_transfer.summaries import Summaries, is_empty, kept_by_all
 
@@ -265,9 +273,15 @@ def as_refusal(error: BaseException) -> PeerRefused:
     return PeerRefused(str(error), code=code.value)
 
 
-def refusal_message(error: PeerRefused) -> Refusal:
-    """The message that tells the other side."""
-    return Refusal(code=RefusalCode(error.code), reason=_clip(str(error)), differences=error.differences)
+def refusal_message(error: PeerRefused, limits: Limits) -> Refusal:
+    """The message that tells the other side, without the differences where they are too many for a message."""
+    code = RefusalCode(error.code)
+    message = Refusal(code=code, reason=_clip(str(error)), differences=error.differences)
+    try:
+        encode(message, limits)
+    except MessageTooLarge:
+        return Refusal(code=code, reason="too many differences to list")
+    return message
 
 
 def refusal_error(message: Refusal, by: str) -> PeerRefused:

@@ -13,7 +13,7 @@ import kv_planner
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
 
-from kv_transfer.config import Limits
+from kv_transfer.config import LEAST_MESSAGE, Limits
 from kv_transfer.errors import MessageTooLarge, ProtocolError, ProtocolVersionError
 from kv_transfer.json_words import Metadata, Text
 
@@ -51,6 +51,7 @@ _Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 _Session = Annotated[str, StringConstraints(min_length=1, max_length=SESSION_CHARACTERS)]
 _Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 _Generation = Annotated[int, Field(ge=1, le=2**63 - 1)]
+_MessageBytes = Annotated[int, Field(ge=LEAST_MESSAGE, le=2**63 - 1)]
 _Width = Annotated[int, Field(ge=1, le=2**31 - 1)]
 _Process = Annotated[str, StringConstraints(max_length=256)]
 _Layers = Annotated[tuple[tuple[Literal["target", "draft"], _Count], ...], Field(strict=False)]
@@ -179,6 +180,7 @@ class Hello(_Message):
         process: The process that its engine cannot leave; empty when it reaches others.
         parts: Parts of the model that it sends.
         aux: Auxiliary rows of a request: (name, dtype, width).
+        message_bytes: Longest message that it takes.
     """
 
     type: Literal["hello"] = "hello"
@@ -188,6 +190,7 @@ class Hello(_Message):
     process: _Process = ""
     parts: _Parts = ("target", "draft")
     aux: _Aux = ()
+    message_bytes: _MessageBytes = Limits().message_bytes
 
 
 class Welcome(_Message):
@@ -205,6 +208,7 @@ class Welcome(_Message):
     process: _Process = ""
     parts: _Parts = ("target", "draft")
     aux: _Aux = ()
+    message_bytes: _MessageBytes = Limits().message_bytes
     interleave: Literal["page", "token"] = "page"
 
 

@@ -110,7 +110,7 @@ class Receiver(Endpoint):
         super().__init__(f"kv-transfer-receiver-{Rank.at(own.groups.placement)}", own.timeouts, own.limits)
         try:
             self._regions = register_manifests(engine, [each.manifest for each in own.groups], own.parts)
-            terms = Terms.of(engine, own.parts, own.aux)  # after the memory, which a session may name
+            terms = Terms.of(engine, own.parts, own.aux, own.limits)  # after the memory, which a session may name
             self._core = ReceiverCore(own.groups, terms, prefill_ranks, own.timeouts, own.limits, group, interleave)
             self._launch(zmq.ROUTER, self._attach)
         except BaseException as error:

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from kv_transfer.config import Limits, Timeouts
+from kv_transfer.config import Limits, Timeouts, limits_between
 from kv_transfer.errors import (
-    MessageTooLarge,
     PeerLost,
     PeerRefused,
     ProtocolError,
@@ -193,7 +192,8 @@ class ReceiverCore:
         self._require_free(room, "wait until its pages are released, or use another room")
         generation = self._generation + 1
         offer = Offer(room=room, generation=generation, groups=dict(groups), tokens=tokens, on_failed_pages=policy)
-        encode(offer, self._limits)
+        shortest = min((peer.limits.message_bytes for peer in self._peers.values()), default=self._limits.message_bytes)
+        encode(offer, limits_between(self._limits, shortest))
         self._holds.take(f"room {room} (generation {generation})", things_of(offer))
         self._generation += 1
         writers = {
@@ -266,7 +266,8 @@ class ReceiverCore:
         agreed = agree_pair(groups, self._groups, self._terms.parts, here="decode")
         check_interleave({name: own.route(0, 0) for name, own in agreed.items()}, self._interleave)
         machine = StateMachine(f"peer {rank}", PEER_STEPS, PeerPhase.WELCOMED)
-        self._peers[identity] = Peer(rank, groups, machine, Silence(self._timeouts, now))
+        limits = limits_between(self._limits, message.message_bytes)
+        self._peers[identity] = Peer(rank, groups, machine, Silence(self._timeouts, now), limits)
         self._incarnation += 1
         self._post(identity, self._terms.welcome(self._groups, self._incarnation, self._interleave))
 
@@ -334,11 +335,8 @@ class ReceiverCore:
     def _refuse(self, identity: bytes, error: PeerRefused) -> None:
         if error.code != RefusalCode.UNEXPECTED.value:
             self.refusals.append(error)
-        try:
-            self._post(identity, refusal_message(error))
-        except MessageTooLarge:
-            self._post(identity, Refusal(code=RefusalCode(error.code), reason="too many differences to list"))
         peer = self._peers.get(identity)
+        self._post(identity, refusal_message(error, self._limits if peer is None else peer.limits))
         if peer is not None:
             self._lose(identity, peer, f"it was refused: {error}", PeerPhase.LOST)
 
@@ -390,4 +388,4 @@ class ReceiverCore:
     def _post(self, identity: bytes, message: Message) -> None:
         peer = self._peers.get(identity)
         if peer is None or peer.phase is not PeerPhase.GONE:
-            self.outbox.append((identity, encode(message, self._limits)))
+            self.outbox.append((identity, encode(message, self._limits if peer is None else peer.limits)))

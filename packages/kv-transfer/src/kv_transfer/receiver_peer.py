@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from kv_transfer.config import Limits
 from kv_transfer.errors import PeerLost
 from kv_transfer.groups import Groups
 from kv_transfer.handshake import Rank
@@ -26,6 +27,7 @@ class Peer:
         groups: What it owns.
         machine: Its phase.
         silence: When it was heard.
+        limits: Those that hold between it and us.
         summary: What it delivers for one page of each group; None before the whole side agreed.
         dead_at: When the bytes of a closed connection have landed for sure, monotonic seconds.
     """
@@ -34,6 +36,7 @@ class Peer:
     groups: Groups
     machine: StateMachine[PeerPhase]
     silence: Silence
+    limits: Limits
     summary: Summaries | None = None
     dead_at: float | None = None
 

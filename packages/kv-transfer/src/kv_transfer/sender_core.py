@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import kv_planner
 
 from kv_transfer.aux_rows import AuxField
-from kv_transfer.config import Limits, Timeouts
+from kv_transfer.config import Limits, Timeouts, limits_between
 from kv_transfer.engine import TransferEngine
 from kv_transfer.errors import (
     PeerLost,
@@ -108,8 +108,9 @@ class SenderCore:
         self._offers = Offers(limits.remembered_rooms)
         self._silence = Silence(timeouts, now)
         self._machine = StateMachine(f"sender {self.rank}", SENDER_PHASE_STEPS, SenderPhase.NEW)
-        self._terms = Terms.of(engine, parts, aux)
+        self._terms = Terms.of(engine, parts, aux, limits)
         self._post(self._terms.hello(groups))
+        self._hello_bytes = len(self.outbox[0])
         self._machine.to(SenderPhase.GREETING)
 
     @property
@@ -153,13 +154,11 @@ class SenderCore:
 
     def disconnected(self, why: str) -> None:
         """The connection is closed."""
-        greeting = self.phase is SenderPhase.GREETING
-        secret = "; see that both ends have the same secret, or none" if greeting else ""
-        error = PeerLost(
-            f"the receiver is lost: {why}",
-            consequence="its rooms have ended",
-            remedy=f"call connect() again when it is back{secret}",
-        )
+        remedy = "call connect() again when it is back"
+        if self.phase is SenderPhase.GREETING:
+            hello = f"a hello of {self._hello_bytes} bytes is not too long there"
+            remedy += f"; see that both ends have the same secret, or none, and that {hello}"
+        error = PeerLost(f"the receiver is lost: {why}", consequence="its rooms have ended", remedy=remedy)
         if not self.is_over:
             self.error = error
             self._machine.to(SenderPhase.LOST)
@@ -329,6 +328,7 @@ class SenderCore:
         check_interleave(routes, message.interleave)
         self._routes, self._interleave, self._place = routes, message.interleave, remote.placement
         self.peer_session = message.session
+        self._limits = limits_between(self._limits, message.message_bytes)
         self._post(Agreed())
         self._machine.to(SenderPhase.AGREED)
 
@@ -367,7 +367,7 @@ class SenderCore:
 
     def _refuse(self, error: PeerRefused) -> None:
         if not self.is_over:
-            self._post(refusal_message(error))
+            self._post(refusal_message(error, self._limits))
             self._end(SenderPhase.REFUSED, error)
 
     def _end(self, phase: SenderPhase, error: TransferError) -> None:

@@ -13,6 +13,7 @@ import kv_planner
 
 from kv_transfer.arguments import told
 from kv_transfer.aux_rows import AuxField, check_fields
+from kv_transfer.config import Limits
 from kv_transfer.engine import TransferEngine
 from kv_transfer.errors import ArgumentError, PeerRefused
 from kv_transfer.groups import Groups
@@ -56,6 +57,7 @@ class Terms:
         process: The process that its engine cannot leave; empty when it reaches others.
         parts: Parts of the model that are sent.
         aux: Auxiliary rows of a request.
+        message_bytes: Longest message that it takes.
     """
 
     engine: str
@@ -63,6 +65,7 @@ class Terms:
     process: str = ""
     parts: tuple[kv_planner.Part, ...] = ALL_PARTS
     aux: tuple[AuxField, ...] = ()
+    message_bytes: int = Limits().message_bytes
 
     @classmethod
     def of(
@@ -70,6 +73,7 @@ class Terms:
         engine: TransferEngine,
         parts: Iterable[kv_planner.Part] = ALL_PARTS,
         aux: Iterable[AuxField] = (),
+        limits: Limits | None = None,
     ) -> Terms:
         """The terms of an end of this process.
 
@@ -77,7 +81,8 @@ class Terms:
             ArgumentError: Two auxiliary rows have one name, or the parts are none.
         """
         process = "" if engine.capabilities.cross_process else process_name()
-        return cls(engine.name, engine.session, process, check_parts(parts), check_fields(aux))
+        most = (limits or Limits()).message_bytes
+        return cls(engine.name, engine.session, process, check_parts(parts), check_fields(aux), most)
 
     def hello(self, groups: Groups) -> Hello:
         """The first word of a sender with these terms."""
@@ -88,6 +93,7 @@ class Terms:
             process=self.process,
             parts=self.parts,
             aux=self._rows(),
+            message_bytes=self.message_bytes,
         )
 
     def welcome(self, groups: Groups, incarnation: int, interleave: Interleave) -> Welcome:
@@ -100,6 +106,7 @@ class Terms:
             process=self.process,
             parts=self.parts,
             aux=self._rows(),
+            message_bytes=self.message_bytes,
             interleave=interleave,
         )
 
