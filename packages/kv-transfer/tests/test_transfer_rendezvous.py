@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import kv_planner as kp
 import numpy as np
 import pytest
 from transfer_memory import RankMemory, make_layout, stages, whole
@@ -228,6 +229,43 @@ def test_a_misfit_is_refused_and_seen_on_both_sides(ends: Ends) -> None:
         decode.wait_ready(60)
     assert eventually(lambda: isinstance(other.problem, kt.PeerRefused), 60)
     assert _told(other, "last problem: .*page_size")
+
+
+def _free_ports(count: int) -> int:
+    """The first of some ports in a row that nobody has."""
+    for base in range(20_000, 60_000, count):
+        with contextlib.ExitStack() as keep, contextlib.suppress(OSError):
+            for port in range(base, base + count):
+                keep.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return base
+    raise AssertionError("no free ports")
+
+
+def test_data_parallel_groups_of_both_sides_find_each_other(ends: Ends) -> None:
+    """Two groups on each side: every decode rank has a receiver and a port for each prefill group, and each its own."""
+    layout = make_layout(layers=1)
+    ids: dict[tuple[kp.Component, kp.Part], list[int]] = {("key", "target"): [0], ("value", "target"): [0]}
+    places = [kp.Placement(dp_rank=group, dp_size=2) for group in range(2)]
+    base = _free_ports(4)
+    decodes = [RankMemory(layout, ids, placement=place) for place in places]
+    sources = [RankMemory(layout, ids, placement=place).fill() for place in places]
+    receiving = [ends.decode(memory, port=base) for memory in decodes]
+    sending = [ends.prefill(memory) for memory in sources]
+    found = [[end.wait_ready(60, dp_rank=group).endpoint for group in range(2)] for end in receiving]
+    assert found == [[f"tcp://127.0.0.1:{base + 2 * group + rank}" for group in range(2)] for rank in range(2)]
+    for number, prefill in enumerate(sending):
+        for group, decode in enumerate(receiving):
+            (sender,) = prefill.wait_ready(60, dp_rank=group)
+            room, page = 10 + 2 * number + group, 3 + number
+            session = decode.receivers[number].open(room, [page])
+            leaving = sender.open(room)
+            leaving.send(np.array([5]), start=0)
+            leaving.finish()
+            assert session.wait(60).pages == 1
+    for memory in decodes:
+        assert memory.faults({3: 5, 4: 5}) == []
+    assert [sorted(prefill.groups) for prefill in sending] == [[0, 1], [0, 1]]
+    assert [len(prefill.senders) for prefill in sending] == [2, 2]
 
 
 def test_each_group_has_its_port_and_a_taken_one_is_a_problem(ends: Ends) -> None:
