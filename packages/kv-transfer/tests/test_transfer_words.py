@@ -148,6 +148,32 @@ def test_a_done_that_covers_something_else_is_not_believed(change: dict[str, obj
     assert good.result is not None
 
 
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        ({"token": "AAAA"}, "auxiliary row 'token' has 3 bytes, not 8"),
+        ({"token": "AAAAAAAAAAA"}, "auxiliary row 'token' is not base64"),
+        ({"tokens": "AAAAAAAAAAA="}, "auxiliary rows ['tokens'] came, ['token'] are declared"),
+        ({}, "none brought token"),
+    ],
+)
+def test_rows_that_were_not_declared_so_end_the_room(rows: dict[str, str], text: str) -> None:
+    layout, aux = make_layout(), (kt.AuxField("token", "int64"),)
+    core = ReceiverCore(Groups.of(whole(layout).manifest), Terms("loopback", "x", aux=aux), 1, FAST, kt.Limits())
+    hello = Hello(engine="loopback", session="y", groups=manifests(stages(layout, 1)[0]), aux=(("token", "int64", 1),))
+    core.receive(b"peer", encode(hello), 0.0)
+    core.receive(b"peer", encode(Agreed()), 0.0)
+    right = Done(
+        room=0, generation=1, nbytes=832, blocks=1, groups=done(1, LAYERS), metadata={}, rows={"token": "AAAAAAAAAAA="}
+    )
+    wrong = core.open_room(0, offered(1), 4, 0.0, 9.0)
+    core.receive(b"peer", encode(right.model_copy(update={"rows": rows})), 0.0)
+    assert isinstance(wrong.error, kt.ProtocolError) and text in str(wrong.error)
+    good = core.open_room(0, offered(1), 4, 0.0, 9.0)
+    core.receive(b"peer", encode(right.model_copy(update={"generation": 2})), 0.0)
+    assert good.result is not None and good.result.rows == {"token": bytes(8)}
+
+
 def test_a_dead_writer_holds_its_pages_for_the_grace() -> None:
     layout = make_layout()
     core = ReceiverCore(Groups.of(whole(layout).manifest), Terms("loopback", "x"), 1, FAST, kt.Limits())
