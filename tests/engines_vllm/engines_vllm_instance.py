@@ -22,7 +22,7 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.models import registry
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -50,14 +50,14 @@ TIMEOUTS = {
 STEP_TOKENS = 256
 
 
-def _configuration(role: str, directory: str) -> VllmConfig:
+def configuration(role: str, directory: str, layers: int = LAYERS, **cache: Any) -> VllmConfig:
     registry._run_in_subprocess = lambda call: call()  # the emulator lives in this process
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+        (Path(folder) / "config.json").write_text(json.dumps({**MODEL, "num_hidden_layers": layers}))
         model = ModelConfig(model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048)
         return VllmConfig(
             model_config=model,
-            cache_config=CacheConfig(block_size=128, enable_prefix_caching=True),
+            cache_config=CacheConfig(**{"block_size": 128, "enable_prefix_caching": True, **cache}),
             scheduler_config=SchedulerConfig(
                 max_num_seqs=8,
                 max_num_batched_tokens=STEP_TOKENS,
@@ -119,25 +119,25 @@ class Instance:
     """
 
     def __init__(self, role: str, directory: str, kind: str) -> None:
-        self.config = _configuration(role, directory)
+        self.config = self._configure(role, directory, kind)
         self.block_size = self.config.cache_config.block_size
-        self.config.cache_config.num_gpu_blocks = BLOCKS
-        spec = FullAttentionSpec(block_size=self.block_size, num_kv_heads=HEADS, head_size=DIMS, dtype=torch.bfloat16)
-        groups = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(NAMES, spec)])
+        groups = self._groups(kind)
+        self.config.cache_config.num_gpu_blocks = groups.num_blocks
+        block_size, hash_size = resolve_kv_cache_block_sizes(groups, self.config)
         self.scheduler = Scheduler(
             vllm_config=self.config,
             kv_cache_config=groups,
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=self.block_size,
+            block_size=block_size,
+            hash_block_size=hash_size,
             log_stats=False,
         )
         self.worker: Any = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, groups)
-        kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
-        self.caches = allocate(kind, self.block_size)
+        self.caches = self._allocate(kind, groups)
         self.worker.register_kv_caches(self.caches)
         self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(self.block_size, sha256)
+        self._hasher = get_request_block_hasher(hash_size, sha256)
         self._tokens: dict[str, list[int]] = {}
         self._tables: dict[str, list[int]] = {}
         self.loaded: dict[str, int] = {}
@@ -145,24 +145,35 @@ class Instance:
         self.answers: dict[str, Any] = {}
         self.ended: dict[str, str] = {}
 
+    def _configure(self, role: str, directory: str, kind: str) -> VllmConfig:
+        return configuration(role, directory)
+
+    def _groups(self, kind: str) -> KVCacheConfig:
+        spec = FullAttentionSpec(block_size=self.block_size, num_kv_heads=HEADS, head_size=DIMS, dtype=torch.bfloat16)
+        return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(NAMES, spec)])
+
+    def _allocate(self, kind: str, groups: KVCacheConfig) -> dict[str, Any]:
+        return allocate(kind, self.block_size)
+
     def submit(self, name: str, tokens: list[int], params: dict[str, Any], outputs: int = 1) -> None:
         sampling = SamplingParams(max_tokens=outputs, ignore_eos=True, extra_args={"kv_transfer_params": params})
         request = Request(name, tokens, sampling, None, block_hasher=self._hasher)
-        self._tokens[name] = list(tokens)
         self.scheduler.add_request(request)
+        self._tokens[name] = list(request.prompt_token_ids)  # a connector may have shortened it
 
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> None:
-        """As `EngineCore.step` and the model runner do it."""
+        """As `EngineCore.step` and the model runner do it; two instances may take turns in one process."""
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
         output = self.scheduler.schedule()
         self.worker.handle_preemptions(output.kv_connector_metadata)
         if not output.total_num_scheduled_tokens:
             answer = KVConnectorModelRunnerMixin.kv_connector_no_forward(output, self.config)
         else:
             with (
-                set_forward_context({name: object() for name in NAMES}, self.config),
+                set_forward_context({name: object() for name in self.caches}, self.config),
                 KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output) as connector_output,
             ):
                 sampled = self._compute(output)
@@ -242,7 +253,8 @@ class Instance:
                         self.faults.append(f"{request}: layer {layer}, component {component}, position {position}")
 
 
-def main() -> None:
+def main(make: type[Instance]) -> None:
+    """Takes commands for an instance of a kind."""
     instance: Instance | None = None
     print(json.dumps({"up": True}), flush=True)
     for line in sys.stdin:
@@ -251,7 +263,7 @@ def main() -> None:
         if what == "start":
             if instance is not None:
                 instance.close()
-            instance = Instance(**command)
+            instance = make(**command)
         assert instance is not None
         if what in ("submit", "abort"):
             getattr(instance, what)(**command)
@@ -270,4 +282,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Instance)

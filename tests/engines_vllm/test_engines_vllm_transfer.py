@@ -6,68 +6,20 @@ move bytes with NIXL.
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import kv_transfer as kt
 import pytest
 from engines_vllm_instance import BLOCKS, TIMEOUTS, Instance  # type: ignore[import-not-found]  # beside the tests
+from engines_vllm_sides import WAIT, Prefill, until  # type: ignore[import-not-found]  # beside the tests
 
-FOLDER = Path(__file__).parent
-START = "import conftest, runpy; runpy.run_path('engines_vllm_instance.py', run_name='__main__')"
-WAIT = 60.0
 PROMPT = [(7 * index + 3) % 997 for index in range(300)]  # two blocks of 128 and a rest; two steps of prefill
 pytestmark = pytest.mark.timeout(900)  # a second process imports the engine
 FREE = BLOCKS - 1  # block 0 is vLLM's null block
-
-
-class Prefill:
-    """The prefill process."""
-
-    def __init__(self) -> None:
-        self.popen = subprocess.Popen(
-            [sys.executable, "-c", START],
-            cwd=FOLDER,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def read(self) -> dict[str, Any]:
-        assert self.popen.stdout is not None
-        for line in self.popen.stdout:
-            if line.startswith("{"):  # vLLM logs to the same place
-                answer: dict[str, Any] = json.loads(line)
-                return answer
-        raise AssertionError(f"the prefill process ended with {self.popen.wait()}")
-
-    def call(self, do: str, **arguments: Any) -> dict[str, Any]:
-        assert self.popen.stdin is not None
-        self.popen.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-        self.popen.stdin.flush()
-        return self.read()
-
-    def end(self) -> None:
-        self.popen.kill()
-        self.popen.wait()
-        for pipe in (self.popen.stdin, self.popen.stdout):
-            assert pipe is not None
-            pipe.close()
-
-    def until(self, what: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        deadline = time.monotonic() + WAIT
-        while not what(answer := self.call("run", steps=1)):
-            assert time.monotonic() < deadline, answer
-        return answer
 
 
 @pytest.fixture(scope="module")
@@ -106,14 +58,6 @@ def sides(
     decode.worker._ends[0].wait_ready(WAIT)
     yield prefill, decode
     decode.close()
-
-
-def until(decode: Instance, what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT
-    while not what():
-        decode.step()
-        assert time.monotonic() < deadline, (decode.ended, decode.loaded)
-        time.sleep(0.001)
 
 
 def test_requests_from_prefill_to_decode(sides: tuple[Prefill, Instance]) -> None:

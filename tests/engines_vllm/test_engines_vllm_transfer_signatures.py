@@ -11,7 +11,7 @@ import kv_transfer as kt
 import pytest
 from kv_transfer.integrations import vllm as integration
 from kv_transfer.integrations.vllm.connector import Connector
-from kv_transfer.integrations.vllm.words import Chunk, Handshake, StepWords
+from kv_transfer.integrations.vllm.words import Chunk, Failures, Handshake, StepWords, Stretch
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -19,6 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
     supports_hma,
 )
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -27,9 +29,9 @@ from vllm.v1.request import RequestStatus
 
 # What vLLM's base has and the connector leaves as it is, each for a reason that its documentation gives.
 LEFT = {
-    "bind_connector_metadata", "bind_gpu_block_pool", "build_connector_worker_meta", "build_kv_connector_stats",
+    "bind_connector_metadata", "build_kv_connector_stats",
     "build_prom_metrics", "clear_connector_metadata", "get_finished_count", "get_kv_connector_kv_cache_events",
-    "get_kv_connector_stats", "get_required_kvcache_layout", "has_connector_metadata", "on_new_request",
+    "get_kv_connector_stats", "get_required_kvcache_layout", "has_connector_metadata", 
     "prefer_cross_layer_blocks", "register_cross_layers_kv_cache", "requires_piecewise_for_cudagraph", "reset_cache",
     "role", "set_host_xfer_buffer_ops", "take_events",
 }  # fmt: skip
@@ -38,14 +40,15 @@ LEFT = {
 def test_every_call_is_answered_with_the_engines_arguments() -> None:
     ours = integration.KvTransferConnector
     assert issubclass(ours, KVConnectorBase_V1) and not inspect.isabstract(ours)
-    theirs = {name for name in vars(KVConnectorBase_V1) if not name.startswith("_")}
+    theirs = {name for base in (KVConnectorBase_V1, SupportsHMA) for name in vars(base) if not name.startswith("_")}
     own = {name for name in vars(Connector) if not name.startswith("_")}
     assert theirs == own | LEFT and not own & LEFT
     for name in sorted(own | {"__init__"}):
-        wanted = list(inspect.signature(getattr(KVConnectorBase_V1, name)).parameters)
+        base = SupportsHMA if name in vars(SupportsHMA) else KVConnectorBase_V1
+        wanted = list(inspect.signature(getattr(base, name)).parameters)
         assert list(inspect.signature(getattr(Connector, name)).parameters) == wanted, name
     assert KVConnectorBase_V1.__abstractmethods__ <= own
-    assert not supports_hma(ours), "vLLM then gives all layers one group, which is what is moved"
+    assert supports_hma(ours), "vLLM then gives windows and states groups of their own"
     assert ours.get_required_kvcache_layout.__func__ is KVConnectorBase_V1.get_required_kvcache_layout.__func__
 
 
@@ -58,7 +61,7 @@ def test_fields_that_are_read_are_there() -> None:
     assert {
         "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "preempted_req_ids",
     } <= fields(SchedulerOutput)  # fmt: skip
-    assert "finished_recving" in fields(KVConnectorOutput)
+    assert {"finished_recving", "kv_connector_worker_meta"} <= fields(KVConnectorOutput)
     assert {
         "kv_role", "kv_ip", "engine_id", "kv_connector_extra_config",
     } <= fields(KVTransferConfig)  # fmt: skip
@@ -67,8 +70,9 @@ def test_fields_that_are_read_are_there() -> None:
 
 
 def test_what_crosses_processes_can_be_pickled_and_is_the_engines() -> None:
-    words = StepWords((Chunk("a", 1, 2, 0, (3,), True),))
-    shake = Handshake(kt.Place(), "nixl", "m", 4)
+    words = StepWords((Chunk("a", 1, 2, (Stretch(0, (3,)),), True),))
+    shake, failures = Handshake(kt.Place(), "nixl", "m", 4), Failures(frozenset({"a"}))
+    assert pickle.loads(pickle.dumps(failures)) == failures and isinstance(failures, KVConnectorWorkerMetadata)
     assert pickle.loads(pickle.dumps(words)) == words and pickle.loads(pickle.dumps(shake)) == shake
     assert pickle.loads(pickle.dumps(integration.KvTransferConnector)) is integration.KvTransferConnector
     assert isinstance(words, KVConnectorMetadata) and isinstance(shake, KVConnectorHandshakeMetadata)

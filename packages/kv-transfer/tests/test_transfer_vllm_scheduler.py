@@ -6,17 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm_pieces import Request, blocks, configuration, step
+from vllm_pieces import Request, blocks, configuration, done, groups, step
 
 import kv_transfer as kt
+from kv_transfer.integrations.vllm.groups import block_groups
 from kv_transfer.integrations.vllm.scheduler import SchedulerSide
 from kv_transfer.integrations.vllm.settings import Settings, engine_options, place_of, side_of
-from kv_transfer.integrations.vllm.words import Chunk, Handshake, Load, StepWords
+from kv_transfer.integrations.vllm.words import Chunk, Handshake, Load, StepWords, Stretch
 
 
 @pytest.fixture
 def side() -> SchedulerSide:
-    return SchedulerSide(block_size=4, group=1, engine_id="engine-a")
+    return SchedulerSide(block_groups(groups()), group=1, engine_id="engine-a")
 
 
 def _prefill(name: str = "a", tokens: int = 10, room: int | None = 7) -> Request:
@@ -39,12 +40,12 @@ def test_a_prompt_goes_in_full_blocks_and_its_rest_with_the_last_step(side: Sche
     assert side.matched(request, 0) == (0, False)
     side.allocated(request, blocks(5, 6), 0)
     words = side.step(step({"a": ([5, 6], 0, 6)}))
-    assert words == StepWords((Chunk("a", 7, 10, 0, (5,), False),))
+    assert words == StepWords((Chunk("a", 7, 10, (Stretch(0, (5,)),), False),))
     assert side.step(step(cached={"a": (None, 6, 1)})) == StepWords()
     words = side.step(step(cached={"a": ([9, 2], 7, 3)}))  # one more than the prompt needs, for tokens to come
-    assert words == StepWords((Chunk("a", 7, 10, 1, (6, 9), True),))
+    assert words == StepWords((Chunk("a", 7, 10, (Stretch(1, (6, 9)),), True),))
     assert side.step(step(cached={"a": ([3], 10, 1)})) == StepWords()
-    assert side.finished(request, [5, 6, 9, 2, 3]) == (
+    assert side.finished(request) == (
         True,
         {
             "do_remote_prefill": True,
@@ -55,13 +56,13 @@ def test_a_prompt_goes_in_full_blocks_and_its_rest_with_the_last_step(side: Sche
         },
     )
     assert side.step(step()) == StepWords()
-    assert side.finished(request, []) == (False, None)
+    assert side.finished(request) == (False, None)
 
 
 def test_blocks_of_a_prefix_hit_at_prefill_go_with_the_first_chunk(side: SchedulerSide) -> None:
     side.allocated(_prefill(), blocks(5, 6, 9), 0)
     words = side.step(step({"a": ([5, 6, 9], 8, 2)}))
-    assert words.chunks == (Chunk("a", 7, 10, 0, (5, 6, 9), True),)
+    assert words.chunks == (Chunk("a", 7, 10, (Stretch(0, (5, 6, 9)),), True),)
 
 
 def test_without_a_room_the_prefill_side_chooses_one(side: SchedulerSide) -> None:
@@ -71,7 +72,7 @@ def test_without_a_room_the_prefill_side_chooses_one(side: SchedulerSide) -> Non
         side.allocated(request, blocks(5), 0)
         side.allocated(request, blocks(5), 0)  # vLLM may say it twice
         (chunk,) = side.step(step({name: ([5], 0, 4)})).chunks
-        _, params = side.finished(request, [5])
+        _, params = side.finished(request)
         assert params is not None and params["room"] == chunk.room and 0 <= chunk.room < 2**63
         rooms.add(chunk.room)
     assert len(rooms) == 2
@@ -82,12 +83,12 @@ def test_a_load_begins_behind_what_is_here(side: SchedulerSide) -> None:
     assert side.matched(request, 0) == (10, True) and side.matched(request, 8) == (2, True)
     assert side.matched(request, 10) == (0, False)
     side.allocated(request, blocks(3, 8, 1, 4), 6)
-    assert side.step(step()) == StepWords(loads=(Load("b", 7, 2, 10, 1, (8, 1)),))
+    assert side.step(step()) == StepWords(loads=(Load("b", 7, 2, 10, (Stretch(1, (8, 1)),)),))
     assert side.matched(request, 0) == (0, False), "what fails is computed here"
     side.allocated(request, blocks(3, 8, 1, 4), 0)
     assert side.step(step()) == StepWords()
-    side.heard(SimpleNamespace(finished_recving={"b"}))
-    assert side.finished(request, []) == (False, None)
+    side.heard(done("b"))
+    assert side.finished(request) == (False, None)
     assert side.step(step()) == StepWords()
 
 
@@ -95,20 +96,20 @@ def test_a_whole_hit_at_decode_is_told_with_an_empty_load(side: SchedulerSide) -
     request = _decode(tokens=8)
     assert side.matched(request, 8) == (0, False)
     side.allocated(request, blocks(3, 8, 1), 0)
-    assert side.step(step()).loads == (Load("b", 7, 2, 8, 2, ()),)
-    assert side.finished(request, []) == (False, None) and side.step(step()) == StepWords()
+    assert side.step(step()).loads == (Load("b", 7, 2, 8, (Stretch(2, ()),)),)
+    assert side.finished(request) == (False, None) and side.step(step()) == StepWords()
 
 
 def test_requests_that_end_early(side: SchedulerSide) -> None:
     # At decode: before it had blocks, and while they are filled.
     waiting = _status(_decode("w"), "FINISHED_ABORTED")
     reason = "the request ended as FINISHED_ABORTED"
-    assert side.finished(waiting, []) == (False, None)
+    assert side.finished(waiting) == (False, None)
     assert side.step(step()) == StepWords(rejects=((7, 2, reason),))
     loading = _decode("l")
     side.allocated(loading, blocks(3, 8, 1), 10)
     side.step(step())
-    assert side.finished(_status(loading, "FINISHED_ABORTED"), [3, 8, 1]) == (False, None)
+    assert side.finished(_status(loading, "FINISHED_ABORTED")) == (False, None)
     assert side.step(step()) == StepWords(aborts=(("l", reason),))
     # At prefill: before anything went, half-way, and aborted after its prompt was whole.
     for name, steps, delayed in (("x", [], False), ("y", [(0, 8)], True), ("z", [(0, 8), (8, 2)], True)):
@@ -117,7 +118,7 @@ def test_requests_that_end_early(side: SchedulerSide) -> None:
         for computed, tokens in steps:
             fresh = {name: ([5, 6, 9], computed, tokens)}
             side.step(step(fresh) if computed == 0 else step(cached={name: (None, computed, tokens)}))
-        assert side.finished(_status(request, "FINISHED_ABORTED"), [5, 6, 9]) == (delayed, None)
+        assert side.finished(_status(request, "FINISHED_ABORTED")) == (delayed, None)
         words = side.step(step())
         assert words == (StepWords(aborts=((name, reason),)) if delayed else StepWords(rejects=((7, 1, reason),)))
 
@@ -130,7 +131,7 @@ def test_a_preempted_request_is_given_up_once(side: SchedulerSide, handed: bool)
     words = side.step(step(preempted=("a",)))
     assert words.preempted == (("a",) if handed else ()) and bool(words.rejects) is not handed
     assert side.step(step(cached={"a": ([1, 2, 3], 0, 10)}, resumed=("a",))) == StepWords()
-    assert side.finished(request, [1, 2, 3]) == (False, None), "nobody would say that its blocks are sent"
+    assert side.finished(request) == (False, None), "nobody would say that its blocks are sent"
 
 
 def test_requests_without_a_transfer_are_left_alone(side: SchedulerSide) -> None:
@@ -139,7 +140,7 @@ def test_requests_without_a_transfer_are_left_alone(side: SchedulerSide) -> None
         assert side.matched(request, 0) == (0, False)
         side.allocated(request, blocks(1, 2), 0)
         assert side.step(step({"n": ([1, 2], 0, 8)})) == StepWords()
-        assert side.finished(request, [1, 2]) == (False, None)
+        assert side.finished(request) == (False, None)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,7 @@ def test_a_request_with_malformed_parameters_ends_no_scheduler(
     assert [side.matched(request, 0) for _ in range(3)] == [(0, False)] * 3
     side.allocated(request, blocks(1, 2), 0)
     assert side.step(step({"n": ([1, 2], 0, 8)})) == StepWords()
-    assert side.finished(request, [1, 2]) == (False, None)
+    assert side.finished(request) == (False, None)
     (record,) = caplog.records
     assert "request n is served without a transfer: kv_transfer_params: " in record.message
     assert named in record.message

@@ -15,16 +15,18 @@ import kv_planner as kp
 import pytest
 from transfer_memory import RankMemory, make_layout, stages, whole
 from transfer_pair import HeldEngine, eventually
-from vllm_pieces import Request, blocks, step
+from vllm_pieces import Request, blocks, full, groups, step
 
 import kv_transfer as kt
 from kv_transfer.engine import Blocks, TransferHandle, TransferState, TransferStatus
 from kv_transfer.engines.loopback import LoopbackEngine
+from kv_transfer.integrations.vllm.caches import PageGroup
 from kv_transfer.integrations.vllm.decode import DecodeWorker
+from kv_transfer.integrations.vllm.groups import block_groups
 from kv_transfer.integrations.vllm.prefill import PrefillWorker
 from kv_transfer.integrations.vllm.ready import StepLayers
 from kv_transfer.integrations.vllm.scheduler import SchedulerSide
-from kv_transfer.integrations.vllm.words import Chunk, Load, StepWords
+from kv_transfer.integrations.vllm.words import Chunk, Load, StepWords, Stretch
 
 TIMEOUTS = kt.Timeouts(
     handshake=2.0,
@@ -37,6 +39,7 @@ TIMEOUTS = kt.Timeouts(
 )
 LAYER_BY_LAYER = kt.Limits(ready_step_bytes=1)
 PAGE, KERNEL_BLOCKS = 4, 2  # a block of the engine is two pages
+GROUPS = (PageGroup(("main",), "full", KERNEL_BLOCKS, PAGE),)
 SOURCE, DESTINATION = (3, 1, 6), (5, 2, 4)
 TOKENS = 21  # two blocks of eight and five more: one of them is on the last block's second page
 
@@ -60,7 +63,7 @@ class World:
             memory.manifest, self.engines[-1], self.directory, timeouts=TIMEOUTS, limits=LAYER_BY_LAYER, every=0.02
         )
         self.keep.callback(end.close)
-        worker = PrefillWorker(end, KERNEL_BLOCKS, PAGE, 120.0)
+        worker = PrefillWorker(end, GROUPS, 120.0)
         self.keep.callback(worker.close)
         self.prefill_ends.append(end)
         self.prefill.append(worker)
@@ -78,7 +81,7 @@ class World:
         )
         self.keep.callback(end.close)
         self.decode_end = end
-        return DecodeWorker(end, KERNEL_BLOCKS, PAGE, TIMEOUTS.handshake)
+        return DecodeWorker(end, GROUPS, TIMEOUTS.handshake)
 
     def start(self, engine: type[LoopbackEngine] = LoopbackEngine) -> DecodeWorker:
         for memory in self.sources:
@@ -119,11 +122,11 @@ def world() -> Iterator[World]:
 
 
 def chunk(name: str = "a", room: int = 7, first: int = 0, count: int = 3, last: bool = True) -> Chunk:
-    return Chunk(name, room, TOKENS, first, SOURCE[first : first + count], last)
+    return Chunk(name, room, TOKENS, (Stretch(first, SOURCE[first : first + count]),), last)
 
 
 def load(name: str = "b", room: int = 7, first: int = 0) -> Load:
-    return Load(name, room, 0, TOKENS, first, DESTINATION[first:])
+    return Load(name, room, 0, TOKENS, (Stretch(first, DESTINATION[first:]),))
 
 
 def wait_finished(call: Callable[[], set[str]], wanted: set[str], seconds: float = 60.0) -> None:
@@ -182,7 +185,7 @@ def test_blocks_that_decode_has_are_not_sent(world: World) -> None:
 
 def test_a_whole_hit_lets_prefill_go(world: World) -> None:
     decode = world.start()
-    decode.take(StepWords(loads=(Load("b", 7, 0, TOKENS, 3, ()),)))
+    decode.take(StepWords(loads=(Load("b", 7, 0, TOKENS, (Stretch(3, ()),)),)))
     world.push(chunk())
     for worker in world.prefill:
         wait_finished(lambda own=worker: own.finished({"a"}), {"a"})  # type: ignore[misc]
@@ -216,7 +219,7 @@ def test_a_request_is_not_run_before_its_last_layer_has_arrived_h14(world: World
     steps.
     """
     decode = world.start()
-    scheduler = SchedulerSide(PAGE * KERNEL_BLOCKS, 0, "decode")
+    scheduler = SchedulerSide(block_groups(groups(full(PAGE * KERNEL_BLOCKS))), 0, "decode")
     for number, last in enumerate(range(4)):
         name, room = f"b{number}", 20 + number
         request = Request(name, TOKENS, {"do_remote_prefill": True, "room": room})
@@ -416,8 +419,8 @@ def test_a_prefill_rank_of_which_nobody_needs_anything_says_so(world: World) -> 
 def test_the_rest_of_a_block_is_not_sent(world: World) -> None:
     """A prompt that ends on a block's first page leaves its second one as it is."""
     decode = world.start()
-    decode.take(StepWords(loads=(Load("b", 7, 0, 18, 0, DESTINATION),)))
-    world.push(Chunk("a", 7, 18, 0, SOURCE, True))
+    decode.take(StepWords(loads=(Load("b", 7, 0, 18, (Stretch(0, DESTINATION),)),)))
+    world.push(Chunk("a", 7, 18, (Stretch(0, SOURCE),), True))
     wait_finished(decode.finished, {"b"})
     moved = {d * 2 + half: s * 2 + half for d, s in WHOLE.items() for half in range(2)}
     moved.pop(DESTINATION[2] * 2 + 1)

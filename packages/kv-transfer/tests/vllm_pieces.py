@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,10 +52,43 @@ def configuration(
     )  # fmt: skip
 
 
-def groups(block_size: int = 4, count: int = 1, **fields: Any) -> Any:
-    """A `KVCacheConfig`."""
-    spec = SimpleNamespace(block_size=block_size, **fields)
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * count)
+class FullAttentionSpec(SimpleNamespace):
+    """A group of vLLM is told by the name of its specification's class."""
+
+
+class SlidingWindowSpec(SimpleNamespace):
+    pass
+
+
+class ChunkedLocalAttentionSpec(SimpleNamespace):
+    pass
+
+
+class MambaSpec(SimpleNamespace):
+    pass
+
+
+def full(block_size: Any = 4, **fields: Any) -> Any:
+    return FullAttentionSpec(block_size=block_size, **fields)
+
+
+def window(size: Any, block_size: int = 4) -> Any:
+    return SlidingWindowSpec(block_size=block_size, sliding_window=size)
+
+
+def states(block_size: int = 64, mode: str = "none", speculative: int = 0) -> Any:
+    return MambaSpec(block_size=block_size, mamba_cache_mode=mode, num_speculative_blocks=speculative)
+
+
+def groups(*specs: Any, layers: Sequence[Sequence[str]] = ()) -> Any:
+    """A `KVCacheConfig`: one group of full attention by default, else one for each specification, with its layers."""
+    specs = specs or (full(),)
+    given = list(layers) or [[] for _ in specs]
+    return SimpleNamespace(
+        kv_cache_groups=[
+            SimpleNamespace(kv_cache_spec=spec, layer_names=own) for spec, own in zip(specs, given, strict=True)
+        ]
+    )
 
 
 def names(*layers: int) -> list[str]:
@@ -72,32 +106,58 @@ class Request:
     request_id: str
     num_prompt_tokens: int
     kv_transfer_params: dict[str, Any] | None
+    num_computed_tokens: int = 0
+    max_tokens: int = 16
+    skip_reading_prefix_cache: bool = False
+    prompt_embeds: Any = None
     status: Any = dataclasses.field(default_factory=lambda: SimpleNamespace(name="FINISHED_LENGTH_CAPPED"))
+
+    def __post_init__(self) -> None:
+        self.prompt_token_ids: list[int] | None = list(range(self.num_prompt_tokens))
+        self._all_token_ids = list(range(self.num_prompt_tokens))
 
 
 def blocks(*ids: int) -> Any:
     """`KVCacheBlocks` of one group."""
-    return SimpleNamespace(get_block_ids=lambda: (list(ids),))
+    return tables(ids)
+
+
+def tables(*groups: Sequence[int]) -> Any:
+    """`KVCacheBlocks` of several."""
+    lists = tuple(list(own) for own in groups)
+    return SimpleNamespace(get_block_ids=lambda: tuple(list(own) for own in lists), blocks=lists)
+
+
+def done(*names: str, failed: Any = None) -> Any:
+    """A `KVConnectorOutput` of the decode side."""
+    return SimpleNamespace(finished_recving=set(names), kv_connector_worker_meta=failed)
 
 
 def step(
-    new: dict[str, tuple[list[int], int, int]] | None = None,
-    cached: dict[str, tuple[list[int] | None, int, int]] | None = None,
+    new: dict[str, tuple[Any, int, int]] | None = None,
+    cached: dict[str, tuple[Any, int, int]] | None = None,
     *,
     resumed: tuple[str, ...] = (),
     preempted: tuple[str, ...] = (),
 ) -> Any:
-    """A `SchedulerOutput`: of each request its (new) block ids, computed tokens, and tokens of this step."""
+    """A `SchedulerOutput`: of each request its (new) block ids, computed tokens, and tokens of this step.
+
+    Block ids are a list, or a tuple of lists where there are several groups.
+    """
     new, cached = new or {}, cached or {}
+
+    def by_group(ids: Any) -> Any:
+        return ids if ids is None or isinstance(ids, tuple) else (ids,)
+
     return SimpleNamespace(
         scheduled_new_reqs=[
-            SimpleNamespace(req_id=name, block_ids=(ids,), num_computed_tokens=computed)
+            SimpleNamespace(req_id=name, block_ids=by_group(ids), num_computed_tokens=computed)
             for name, (ids, computed, _) in new.items()
         ],
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=list(cached),
             resumed_req_ids=set(resumed),
-            new_block_ids=[None if ids is None else (ids,) for ids, _, _ in cached.values()],
+            new_block_ids=[by_group(ids) for ids, _, _ in cached.values()],
             num_computed_tokens=[computed for _, computed, _ in cached.values()],
         ),
         num_scheduled_tokens={name: tokens for name, (_, _, tokens) in {**new, **cached}.items()},

@@ -19,11 +19,12 @@ from kv_transfer.errors import SessionStateError
 from kv_transfer.integrations._engine import engine_module
 from kv_transfer.integrations.vllm.caches import Caches, read_caches
 from kv_transfer.integrations.vllm.decode import DecodeWorker
+from kv_transfer.integrations.vllm.groups import block_groups, is_plain
 from kv_transfer.integrations.vllm.prefill import PrefillWorker
 from kv_transfer.integrations.vllm.ready import StepLayers
 from kv_transfer.integrations.vllm.scheduler import SchedulerSide
 from kv_transfer.integrations.vllm.settings import Settings, engine_options, place_of, side_of
-from kv_transfer.integrations.vllm.words import Handshake, StepWords
+from kv_transfer.integrations.vllm.words import Failures, Handshake, StepWords
 from kv_transfer.prefill_end import PrefillEnd
 from kv_transfer.registry import create_engine
 
@@ -40,16 +41,16 @@ _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
 
 class Connector:
-    """The calls of vLLM's `KVConnectorBase_V1`; `connector_class` joins it with that.
+    """The calls of vLLM's `KVConnectorBase_V1` and `SupportsHMA`; `connector_class` joins it with those.
 
     Args:
         vllm_config: Of the instance; `Settings` describes the connector's own part.
         role: Whether this half runs in the scheduler's process or in a worker's.
-        kv_cache_config: Groups of layers; one group is moved.
+        kv_cache_config: Groups of layers: full attention, sliding windows, states.
 
     Raises:
         ArgumentError: The configuration has a name or value that is none.
-        UnsupportedLayout: Context parallelism, or several groups of layers.
+        UnsupportedLayout: Context parallelism, or a kind of group that is not moved.
         PeerLost: The directory does not answer (in workers, when the caches are registered).
     """
 
@@ -69,12 +70,20 @@ class Connector:
         self._step: StepLayers | None = None
         self._device: Any = None
         self._device_module: Any = None
+        self._groups = block_groups(kv_cache_config)
         if role.name == "SCHEDULER":
-            block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
             engine_id = vllm_config.kv_transfer_config.engine_id
-            self._scheduler = SchedulerSide(block_size, self._place.dp_rank, engine_id)
+            self._scheduler = SchedulerSide(self._groups, self._place.dp_rank, engine_id)
 
     # The scheduler's half.
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Takes the pool of all blocks."""
+        self._scheduling().bind(gpu_block_pool)
+
+    def on_new_request(self, request: Any) -> None:
+        """Takes a new request before anything is looked up for it."""
+        self._scheduling().arrived(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens of the prompt that the prefill side brings."""
@@ -94,7 +103,13 @@ class Connector:
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Whether the blocks stay until the workers have sent them, and the decode side's parameters."""
-        return self._scheduling().finished(request, block_ids)
+        return self._scheduling().finished(request)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same, as vLLM calls it of a connector that serves several groups."""
+        return self._scheduling().finished(request)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Handshake]) -> None:
         """Takes what the workers of one pipeline stage registered."""
@@ -125,18 +140,20 @@ class Connector:
         directory = DirectoryClient(settings.directory, secret=secret)
         host = settings.host or self._config.kv_transfer_config.kv_ip
         engine = create_engine(settings.engine, **engine_options(settings, self._side, host, self._device))
-        options: dict[str, Any] = {"parts": settings.parts, "timeouts": timeouts, "secret": secret}
-        page_tokens = caches.manifest.layout.page_size
+        options: dict[str, Any] = {
+            "windows": caches.windows, "parts": settings.parts, "timeouts": timeouts, "secret": secret,
+        }  # fmt: skip
         try:
             if self._side == "prefill":
-                sending = PrefillEnd(caches.manifest, engine, directory, **options)
+                sending = PrefillEnd(caches.manifests, engine, directory, **options)
                 self._ends.append(sending)
-                self._prefill = PrefillWorker(sending, caches.kernel_blocks, page_tokens, timeouts.offer)
+                self._prefill = PrefillWorker(sending, caches.groups, timeouts.offer)
             else:
                 options |= {"host": host, "port": settings.port, "on_failed_pages": "recompute"}
-                receiving = DecodeEnd(caches.manifest, engine, directory, **options)
+                receiving = DecodeEnd(caches.manifests, engine, directory, **options)
                 self._ends.append(receiving)
-                self._decode = DecodeWorker(receiving, caches.kernel_blocks, page_tokens, timeouts.handshake)
+                restarts = not is_plain(self._groups)
+                self._decode = DecodeWorker(receiving, caches.groups, timeouts.handshake, restarts=restarts)
         except BaseException:
             engine.close()
             raise
@@ -146,8 +163,9 @@ class Connector:
         """What this worker registered, for its scheduler."""
         if self._caches is None:
             return None
-        layout = self._caches.manifest.layout
-        return Handshake(Place.of(self._place), self._settings.engine, layout.fingerprint, layout.page_size)
+        layouts = [manifest.layout for manifest in self._caches.manifests.values()]
+        tokens = max(layout.page_size for layout in layouts)
+        return Handshake(Place.of(self._place), self._settings.engine, layouts[0].fingerprint, tokens)
 
     def handle_preemptions(self, kv_connector_metadata: StepWords) -> None:
         """Gives up the rooms of requests whose blocks are taken away in this step."""
@@ -158,6 +176,8 @@ class Connector:
         """Offers the blocks of new requests, and takes the chunks of this step before they are computed."""
         words = cast(StepWords, self._get_connector_metadata())  # type: ignore[attr-defined]
         if self._decode is not None:
+            if words.loads and self._device_module is not None and self._caches is not None and self._caches.has_states:
+                self._device_module.synchronize(self._device)  # vLLM zeroes fresh blocks of such models on the device
             self._decode.take(words)
         elif self._prefill is not None:
             self._step = StepLayers(self._device, self._device_module) if words.chunks else None
@@ -189,6 +209,11 @@ class Connector:
         """Blocks that vLLM has to compute itself, of requests that `get_finished` has reported."""
         return self._decode.failed_blocks() if self._decode is not None else set()
 
+    def build_connector_worker_meta(self) -> Failures | None:
+        """Requests whose prompt did not come and is computed from its start, where vLLM cannot be told of blocks."""
+        failed = self._decode.failed_requests() if self._decode is not None else frozenset()
+        return Failures(failed) if failed else None
+
     def shutdown(self) -> None:
         """Ends all conversations and closes the engine; may be called twice."""
         if self._prefill is not None:
@@ -212,7 +237,7 @@ class Connector:
 
 @functools.cache
 def connector_class() -> type[Any]:
-    """`Connector` as a subclass of vLLM's `KVConnectorBase_V1`.
+    """`Connector` as a subclass of vLLM's `KVConnectorBase_V1` and `SupportsHMA`.
 
     Raises:
         EngineUnavailable: vLLM 0.23 is not installed.
@@ -220,8 +245,13 @@ def connector_class() -> type[Any]:
     base = engine_module(_BASE, _RELEASE)
     base.KVConnectorMetadata.register(StepWords)
     base.KVConnectorHandshakeMetadata.register(Handshake)
+    base.KVConnectorWorkerMetadata.register(Failures)
     module = __name__.rpartition(".")[0]
-    return type(NAME, (Connector, base.KVConnectorBase_V1), {"__module__": module, "__doc__": Connector.__doc__})
+    return type(
+        NAME,
+        (Connector, base.KVConnectorBase_V1, base.SupportsHMA),
+        {"__module__": module, "__doc__": Connector.__doc__},
+    )
 
 
 def register() -> None:

@@ -11,12 +11,13 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.errors import SessionStateError, TransferError
+from kv_transfer.integrations.vllm.caches import PageGroup
 from kv_transfer.integrations.vllm.words import Chunk, StepWords
 from kv_transfer.prefill_end import PrefillEnd
 from kv_transfer.ready import Ready
@@ -32,8 +33,11 @@ _IDLE = 0.5
 
 @dataclasses.dataclass(eq=False)
 class _Piece:
-    first: int
-    pages: npt.NDArray[np.int64]
+    """Pages of groups, each from its index within the prompt on, and rows of states."""
+
+    pages: Mapping[str, npt.NDArray[np.int64]]
+    firsts: Mapping[str, int]
+    rows: Mapping[str, int]
     ready: Ready | None
 
 
@@ -70,16 +74,14 @@ class PrefillWorker:
 
     Args:
         end: Finds the decode ranks.
-        kernel_blocks: Pages in a block.
-        page_tokens: Tokens of a page.
+        groups: How blocks become pages.
         offer: Seconds that a request waits for a decode group after its last chunk.
     """
 
-    def __init__(self, end: PrefillEnd, kernel_blocks: int, page_tokens: int, offer: float) -> None:
+    def __init__(self, end: PrefillEnd, groups: Sequence[PageGroup], offer: float) -> None:
         """Starts the thread."""
         self._end = end
-        self._kernel_blocks = kernel_blocks
-        self._page_tokens = page_tokens
+        self._groups = tuple(groups)
         self._offer = offer
         self._pushes: dict[str, _Push] = {}
         self._ended: set[str] = set()
@@ -138,14 +140,19 @@ class PrefillWorker:
         push = self._pushes.get(chunk.request)
         if push is None:
             push = self._pushes[chunk.request] = _Push(chunk.room, float("inf"))
-        count = self._kernel_blocks
-        blocks = np.array(chunk.blocks, np.int64)
-        pages = (blocks[:, None] * count + np.arange(count)).reshape(-1)
-        first = chunk.first * count
+        pages, firsts, rows = dict[str, npt.NDArray[np.int64]](), dict[str, int](), dict[str, int]()
+        for group, own in zip(self._groups, chunk.stretches, strict=True):
+            if group.kind == "states":
+                rows |= dict.fromkeys(group.names, own.blocks[0]) if own.blocks else {}
+                continue
+            (name,) = group.names
+            firsts[name] = own.first * group.kernel_blocks
+            pages[name] = group.pages(own.blocks)
+            if chunk.last:
+                pages[name] = pages[name][: group.page_count(chunk.tokens) - firsts[name]]
         if chunk.last:
-            pages = pages[: -(-chunk.tokens // self._page_tokens) - first]
             push.last, push.deadline = True, time.monotonic() + self._offer
-        push.pieces.append(_Piece(first, pages, ready))
+        push.pieces.append(_Piece(pages, firsts, rows, ready))
 
     def _run(self) -> None:
         try:
@@ -210,11 +217,7 @@ class PrefillWorker:
     def _hand_over(self, push: _Push) -> None:
         for reader in push.readers.values():
             while reader.handed < len(push.pieces):
-                piece = push.pieces[reader.handed]
-                skipped = min(max(0, reader.session.first_page - piece.first), len(piece.pages))
-                if skipped < len(piece.pages):
-                    start = piece.first + skipped
-                    reader.session.send(piece.pages[skipped:], start=start, ready=piece.ready)
+                _send(reader.session, push.pieces[reader.handed])
                 reader.handed += 1
             if push.last and not reader.finished:
                 reader.finished = True
@@ -248,3 +251,16 @@ class PrefillWorker:
             with contextlib.suppress(TransferError):  # a decode rank that is lost need not be told
                 if not sender.sends_nothing:
                     sender.reject(room, reason)
+
+
+def _send(session: SenderSession, piece: _Piece) -> None:
+    """Hands over what the reader has not, and what its window holds."""
+    pages, starts, spans = dict[str, npt.NDArray[np.int64]](), dict[str, int](), session.spans
+    for name, own in piece.pages.items():
+        skipped = min(max(0, spans[name].first - piece.firsts[name]), len(own))
+        if skipped < len(own):
+            pages[name], starts[name] = own[skipped:], piece.firsts[name] + skipped
+    if pages:
+        session.send(pages, start=starts, ready=piece.ready)
+    if piece.rows:
+        session.send_states(piece.rows, ready=piece.ready)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import pydantic
@@ -20,7 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from kv_transfer.arguments import check_whole
 from kv_transfer.directory import Place
 from kv_transfer.errors import ArgumentError
-from kv_transfer.integrations.vllm.words import Chunk, Handshake, Load, StepWords
+from kv_transfer.integrations.vllm.groups import BlockGroup, brought
+from kv_transfer.integrations.vllm.words import Chunk, Failures, Handshake, Load, StepWords, Stretch
 
 __all__ = ["SchedulerSide", "Wish"]
 
@@ -79,48 +80,71 @@ class _Sending:
 
     room: int
     tokens: int
-    blocks: list[int]
-    sent: int = 0
+    tables: list[list[int]]
+    sent: list[int]
     handed: bool = False
+    last: bool = False
     lost: bool = False
 
     @property
     def is_complete(self) -> bool:
-        return self.handed and not self.lost and self.sent == len(self.blocks)
+        return self.last and not self.lost
 
 
 class SchedulerSide:
     """For one instance.
 
     Args:
-        block_size: Tokens of a block.
+        groups: vLLM's groups of blocks.
         group: Data-parallel group of this instance.
         engine_id: vLLM's name of the instance.
     """
 
-    def __init__(self, block_size: int, group: int, engine_id: str) -> None:
+    def __init__(self, groups: Sequence[BlockGroup], group: int, engine_id: str) -> None:
         """Nothing is under way.
 
         Raises:
-            ArgumentError: A size or group that is none.
+            ArgumentError: A group that is none.
         """
-        self._block_size = check_whole("block_size", block_size, 2**31 - 1, least=1)
+        self._groups = tuple(groups)
         self._group = check_whole("group", group, 2**31 - 1)
         self._engine_id = engine_id
         self._sending: dict[str, _Sending] = {}
-        self._loading: set[str] = set()
+        self._loading: dict[str, tuple[Any, Any]] = {}
+        self._failed: set[str] = set()
         self._loads: list[Load] = []
         self._aborts: list[tuple[str, str]] = []
         self._rejects: list[tuple[int, int, str]] = []
         self._preempted: list[str] = []
         self._malformed: set[str] = set()
+        self._pool: Any = None
         self.workers: dict[tuple[int, ...], Handshake] = {}
+
+    def bind(self, pool: Any) -> None:
+        """Takes the pool that all blocks come from, to give back those of a prompt that is to be computed anew."""
+        self._pool = pool
+
+    def arrived(self, request: Any) -> None:
+        """A request is new.
+
+        At prefill it loses its prompt's last token where decode needs the prompt without it: states would hold it, and
+        vLLM would free blocks that a window still needs for it. What is sampled after the rest is nobody's answer.
+        """
+        wish = self._wish(request)
+        if not wish.do_remote_decode or brought(self._groups, request.num_prompt_tokens) == request.num_prompt_tokens:
+            return
+        if request.num_prompt_tokens > 1:
+            _shorten(request)
+            return
+        request.kv_transfer_params["do_remote_decode"] = False  # nothing is left of it that could be sent
+        if wish.room is not None:
+            self._rejects.append((wish.room, self._group, "the prompt has one token, which decode computes"))
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens that will come from the prefill side, and whether they come between steps."""
         if not self._wish(request).do_remote_prefill:
             return 0, False
-        count = request.num_prompt_tokens - num_computed_tokens
+        count = brought(self._groups, request.num_prompt_tokens) - num_computed_tokens
         return (count, True) if count > 0 else (0, False)
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -128,17 +152,24 @@ class SchedulerSide:
         wish = self._wish(request)
         if wish.do_remote_prefill and wish.room is not None:
             request.kv_transfer_params["do_remote_prefill"] = False  # once: what fails is computed here
-            first = -(-(request.num_prompt_tokens - num_external_tokens) // self._block_size)
-            count = self._blocks(request.num_prompt_tokens)
-            own = blocks.get_block_ids()[0][first:count] if num_external_tokens else ()
-            first = first if num_external_tokens else count
-            load = Load(request.request_id, wish.room, wish.prefill_group, request.num_prompt_tokens, first, tuple(own))
-            self._loads.append(load)
-            if own:
-                self._loading.add(request.request_id)
+            self._load(request, wish.room, wish.prefill_group, blocks, num_external_tokens)
         elif wish.do_remote_decode and request.request_id not in self._sending:
             room = self._new_room(request.request_id) if wish.room is None else wish.room
-            self._sending[request.request_id] = _Sending(room, request.num_prompt_tokens, [])
+            tables: list[list[int]] = [[] for _ in self._groups]
+            self._sending[request.request_id] = _Sending(room, request.num_prompt_tokens, tables, [0] * len(tables))
+
+    def _load(self, request: Any, room: int, prefill_group: int, blocks: Any, num_external_tokens: int) -> None:
+        tokens = brought(self._groups, request.num_prompt_tokens)
+        if num_external_tokens:
+            here, tables = tokens - num_external_tokens, blocks.get_block_ids()
+            stretches = tuple(own.needed(table, here, tokens) for own, table in zip(self._groups, tables, strict=True))
+            self._loading[request.request_id] = (request, blocks)
+        elif any(own.kind == "states" for own in self._groups):  # of which an offer cannot want nothing
+            self._rejects.append((room, prefill_group, "decode has the prompt already"))
+            return
+        else:
+            stretches = tuple(Stretch(own.count(tokens), ()) for own in self._groups)
+        self._loads.append(Load(request.request_id, room, prefill_group, tokens, stretches))
 
     def step(self, output: Any) -> StepWords:
         """What the workers have to know for a step.
@@ -152,15 +183,16 @@ class SchedulerSide:
         for new in output.scheduled_new_reqs:
             own = self._sending.get(new.req_id)
             if own is not None and not own.lost:
-                own.blocks = list(new.block_ids[0])
+                own.tables = [list(table) for table in new.block_ids]
                 chunks.extend(self._chunk(new.req_id, own, new.num_computed_tokens, output))
         cached = output.scheduled_cached_reqs
         for name, fresh, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
             if name in cached.resumed_req_ids:
                 self._preempt(name)
             own = self._sending.get(name)
-            if own is not None and not own.lost:
-                own.blocks.extend(fresh[0] if fresh is not None else ())
+            if own is not None and not own.lost and not own.last:
+                for table, more in zip(own.tables, fresh if fresh is not None else (), strict=fresh is not None):
+                    table.extend(more)
                 chunks.extend(self._chunk(name, own, computed, output))
         words = StepWords(
             tuple(chunks), tuple(self._loads), tuple(self._aborts), tuple(self._rejects), tuple(self._preempted)
@@ -168,7 +200,7 @@ class SchedulerSide:
         self._loads, self._aborts, self._rejects, self._preempted = [], [], [], []
         return words
 
-    def finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """The end of a request.
 
         Returns:
@@ -179,7 +211,7 @@ class SchedulerSide:
         if wish.do_remote_prefill and wish.room is not None:  # it ends before it had blocks: prefill need not wait
             request.kv_transfer_params["do_remote_prefill"] = False
             self._rejects.append((wish.room, wish.prefill_group, _reason(request)))
-        if request.request_id in self._loading:
+        if self._loading.pop(request.request_id, None) is not None:
             self._aborts.append((request.request_id, _reason(request)))
         own = self._sending.pop(request.request_id, None)
         if own is None:
@@ -201,8 +233,15 @@ class SchedulerSide:
         return False, None
 
     def heard(self, output: Any) -> None:
-        """Takes what the workers finished."""
-        self._loading.difference_update(output.finished_recving or ())
+        """Takes what the workers finished, and what of it failed."""
+        told = output.kv_connector_worker_meta
+        if isinstance(told, Failures):
+            self._failed |= told.requests
+        for name in output.finished_recving or ():
+            held = self._loading.pop(name, None)
+            if name in self._failed and held is not None:
+                self._restart(*held)
+            self._failed.discard(name)
 
     def met(self, workers: Mapping[tuple[int, ...], Handshake]) -> None:
         """Takes what the workers registered.
@@ -244,21 +283,37 @@ class SchedulerSide:
             else:
                 self._rejects.append((own.room, self._group, "the request was preempted at prefill"))
 
+    def _restart(self, request: Any, blocks: Any) -> None:
+        """Has a prompt computed from its start, in new blocks.
+
+        vLLM 0.23 takes failed blocks back from requests with one block table only, and its scheduler ends by an error
+        where there are several. Blocks that windows and states do not need at the prompt's end were never given to the
+        request, either, so that it cannot go on in its blocks. It is put back to where it was before it had any; a
+        prefix hit would be refused by the block managers that know it already, and is not looked for.
+        """
+        _LOG.warning("request %s: its prompt is computed here, from the start", request.request_id)
+        for table in blocks.blocks:
+            self._pool.free_blocks(list(reversed(table)))
+            table.clear()
+        request.num_computed_tokens = 0
+        request.skip_reading_prefix_cache = True
+
     def _chunk(self, name: str, own: _Sending, computed: int, output: Any) -> list[Chunk]:
-        """Blocks that are full after the step, and the rest of the prompt with its last one."""
+        """Blocks that are full after the step; with its last one the rest of the prompt, and the states after it."""
         done = min(computed + output.num_scheduled_tokens[name], own.tokens)
         last = done == own.tokens
-        if last:
-            own.blocks = own.blocks[: self._blocks(own.tokens)]
-        stop = len(own.blocks) if last else done // self._block_size
-        if stop <= own.sent:
+        stretches = []
+        for number, (group, table) in enumerate(zip(self._groups, own.tables, strict=True)):
+            if group.kind == "states":
+                stretches.append(group.needed(table, 0, done) if last else Stretch(0, ()))
+                continue
+            first, stop = own.sent[number], group.count(done) if last else done // group.block_size
+            own.sent[number] = max(first, stop)
+            stretches.append(Stretch(first, tuple(table[first:stop])))
+        if not any(each.blocks for each in stretches):
             return []
-        chunk = Chunk(name, own.room, own.tokens, own.sent, tuple(own.blocks[own.sent : stop]), last)
-        own.sent, own.handed = stop, True
-        return [chunk]
-
-    def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self._block_size)
+        own.handed, own.last = True, last
+        return [Chunk(name, own.room, own.tokens, tuple(stretches), last)]
 
     def _new_room(self, name: str) -> int:
         digest = hashlib.blake2b(f"{self._engine_id}\0{name}".encode(), digest_size=8).digest()
@@ -267,3 +322,14 @@ class SchedulerSide:
 
 def _reason(request: Any) -> str:
     return f"the request ended as {request.status.name}"
+
+
+def _shorten(request: Any) -> None:
+    """Takes the last token from a prompt, and has one token sampled after it."""
+    if request.prompt_token_ids is not None:
+        request.prompt_token_ids.pop()
+    else:
+        request.prompt_embeds = request.prompt_embeds[:-1]
+    request._all_token_ids.pop()
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1

@@ -1,4 +1,4 @@
-"""What the scheduler's half of the connector tells the workers' half in each step, and workers tell it once.
+"""What the scheduler's half of the connector tells the workers' half in each step, and what workers tell it.
 
 Plain data that can be pickled; what is done with it is decided in `prefill` and `decode`.
 """
@@ -9,7 +9,20 @@ import dataclasses
 
 from kv_transfer.directory import Place
 
-__all__ = ["Chunk", "Handshake", "Load", "StepWords"]
+__all__ = ["Chunk", "Failures", "Handshake", "Load", "StepWords", "Stretch"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """Consecutive blocks of a prompt, of one of vLLM's KV cache groups.
+
+    Attributes:
+        first: Index of the first of them within the prompt.
+        blocks: Block ids, in the order of the prompt.
+    """
+
+    first: int
+    blocks: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,17 +32,15 @@ class Chunk:
     Attributes:
         request: vLLM's name of the request.
         room: Its number for both sides.
-        tokens: Of the whole prompt.
-        first: Index of the first of these blocks within the prompt.
-        blocks: Block ids, in the order of the prompt.
+        tokens: Of the prompt, as far as it is sent.
+        stretches: The blocks of each group.
         last: Whether the prompt ends with them.
     """
 
     request: str
     room: int
     tokens: int
-    first: int
-    blocks: tuple[int, ...]
+    stretches: tuple[Stretch, ...]
     last: bool
 
 
@@ -41,17 +52,21 @@ class Load:
         request: vLLM's name of the request.
         room: Its number for both sides.
         group: Data-parallel group of the prefill side that computes it.
-        tokens: Of the whole prompt.
-        first: Index of the first of these blocks within the prompt: those before it are here already.
-        blocks: Block ids; none when all are here, and the prefill side is only told so.
+        tokens: Of the prompt, as far as it comes from there.
+        stretches: The blocks of each group: those before it are here already, or not needed. No blocks when all are
+            here, and the prefill side is only told so.
     """
 
     request: str
     room: int
     group: int
     tokens: int
-    first: int
-    blocks: tuple[int, ...]
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to fill."""
+        return not any(own.blocks for own in self.stretches)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +86,21 @@ class StepWords:
     aborts: tuple[tuple[str, str], ...] = ()
     rejects: tuple[tuple[int, int, str], ...] = ()
     preempted: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Failures:
+    """What the decode workers tell their scheduler after a step.
+
+    Attributes:
+        requests: Those whose prompt has to be computed from its start.
+    """
+
+    requests: frozenset[str]
+
+    def aggregate(self, other: Failures) -> Failures:
+        """Those of two workers."""
+        return Failures(self.requests | other.requests)
 
 
 @dataclasses.dataclass(frozen=True)
