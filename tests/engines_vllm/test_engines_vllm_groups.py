@@ -195,7 +195,7 @@ def test_kinds_are_those_that_the_engine_says() -> None:
         AscendMLAAttentionSpec(**common): "full",
         SlidingWindowSpec(sliding_window=64, **common): "window",
         SlidingWindowMLASpec(sliding_window=64, **common): "window",
-        MambaSpec(block_size=16, shapes=((1,),), dtypes=(None,)): "states",  # type: ignore[arg-type]
+        MambaSpec(block_size=16, shapes=((1,),), dtypes=(None,)): "states",
     }
     theirs = {"full": ("full_attention", "mla_attention"), "window": ("sliding_window", "sliding_window_mla"),
               "states": ("mamba",)}  # fmt: skip
