@@ -18,7 +18,8 @@ from transfer_scenarios import BIG, HASTY, SOURCES, Cluster, Process, Refused
 ATTEMPTS = 5
 ERRORS = {"PeerLost", "TransferAborted", "TransferFailed"}
 BOUND = 18.0  # seconds: silence of a peer, the engine's own time-out, and a busy machine
-LAZY = {"mooncake": 8, "nixl": 2}  # connections to two peers, which engines open as they see fit
+LAZY = {"mooncake": 20, "nixl": 2}
+"""Connections to two peers, opened as engines see fit; and Mooncake's library twice, once an address came again."""
 HOW = ("killed", "killed", "paused", "stopped and continued", "stopped and killed")
 
 

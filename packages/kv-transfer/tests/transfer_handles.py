@@ -38,9 +38,9 @@ class Held(NamedTuple):
     @classmethod
     def now(cls, engine: kt.TransferEngine) -> Held:
         maps = Path("/proc/self/maps").read_text()
-        peers: dict[str, object] = getattr(engine, "_peers", {})
+        known: dict[str, object] = getattr(engine, "_connected" if engine.name == "mooncake" else "_peers")
         return cls(
-            len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), maps.count("/dev/shm/"), len(peers)
+            len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), maps.count("/dev/shm/"), len(known)
         )
 
     def is_within(self, other: Held) -> bool:
@@ -81,8 +81,13 @@ class Side:
         self.engine.close()
 
 
-def peer(role: str, engine: str, endpoint: str, link: Connection) -> None:
-    """A process that serves the rooms it is told, until it is killed."""
+def peer(number: int, role: str, engine: str, endpoint: str, link: Connection) -> None:
+    """A process that serves the rooms it is told, until it is killed.
+
+    It has ports of Mooncake's that no other peer has: for one that came again, the library would be started again.
+    """
+    low = 15000 + 100 * number
+    os.environ |= {"MC_MIN_RPC_PORT": str(low), "MC_MAX_RPC_PORT": str(low + 99)}
     side = Side(role, engine, endpoint)
     if role == "decode":
         link.send(side.end.endpoint)
@@ -95,7 +100,7 @@ def peer(role: str, engine: str, endpoint: str, link: Connection) -> None:
 
 
 @contextlib.contextmanager
-def started(*arguments: str) -> Iterator[tuple[Any, Connection, str]]:
+def started(*arguments: str | int) -> Iterator[tuple[Any, Connection, str]]:
     """A peer: its process, a link to it, and the endpoint of the decode side."""
     link, other = FORKS.Pipe()
     process = FORKS.Process(target=peer, args=(*arguments, other), daemon=True)
@@ -117,7 +122,8 @@ def outlives(role: str, engine: str) -> Held:
         here = Side(role, engine, endpoint)
         endpoint = here.end.endpoint
     for room, fault in enumerate(FAULTS):
-        with started("prefill" if role == "decode" else "decode", engine, endpoint) as (process, link, endpoint):
+        other = "prefill" if role == "decode" else "decode"
+        with started(room, other, engine, endpoint) as (process, link, endpoint):
             here = here or Side(role, engine, endpoint)
             if role == "prefill":
                 here.end.connect()
