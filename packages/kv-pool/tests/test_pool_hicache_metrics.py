@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kv_pool import CacheError, LibraryUnavailable
+from kv_pool import CacheError, HostPoolError, LibraryUnavailable
 from kv_pool.hicache import CacheMetrics, FileStorage, StorageTier
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -102,3 +102,18 @@ def test_the_library_is_optional(make_cache: Callable[..., Any], monkeypatch: py
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(LibraryUnavailable, match=r"kv-pool\[metrics\]"):
         CacheMetrics(bench.cache)
+
+
+@pytest.mark.parametrize("label", ["a b", "", "__name", "companion", "state", "\u00e9", "1"])
+def test_labels_that_no_scrape_could_tell_are_refused(make_cache: Callable[..., Any], label: str) -> None:
+    registry = CollectorRegistry()
+    with pytest.raises(HostPoolError, match="labels"):
+        CacheMetrics(make_cache().cache, registry=registry, labels={label: "x"})
+    assert generate_latest(registry) == b""
+
+
+def test_a_second_cache_in_a_registry_that_tells_names_apart_is_refused(make_cache: Callable[..., Any]) -> None:
+    registry, cache = CollectorRegistry(auto_describe=True), make_cache().cache
+    CacheMetrics(cache, registry=registry)
+    with pytest.raises(HostPoolError, match="registry"):
+        CacheMetrics(cache, registry=registry)

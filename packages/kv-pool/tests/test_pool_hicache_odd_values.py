@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from kv_planner import PlanError, PrefixIndex
 from kv_planner.testing.odd_values import ANY, NUMBER, OPTIONAL, Case, arguments, missing, public, wrongs
-from kv_pool import KvPoolError, PageAllocator, PageMap, hicache
+from kv_pool import CacheError, KvPoolError, PageAllocator, PageMap, StorageError, hicache
 from kv_pool.hicache import (
     CacheMetrics,
     Canary,
@@ -234,3 +234,62 @@ def test_odd_options_of_mooncake_are_refused_before_its_library_is_loaded(monkey
     assert set(options) == arguments(MooncakeStorage)
     assert wrongs({"MooncakeStorage": Case(MooncakeStorage, options, takes)}, TYPED) == []
     assert "MC_LOG_LEVEL" not in os.environ
+
+
+def test_a_handle_of_another_cache_is_refused(world: World) -> None:
+    other = GroupBench(["window"])
+    acquired = other.cache.acquire([1, 2, 3, 4, 5])
+    cache = world.cache
+    calls: list[Callable[[], object]] = [
+        lambda: cache.limit(acquired, 0),
+        lambda: cache.extend(acquired, 1),
+        lambda: cache.load(acquired),
+        lambda: cache.advance(acquired, 4),
+        lambda: cache.snapshot(acquired, 4),
+        lambda: cache.finish(acquired, [1, 2, 3, 4, 5]),
+        lambda: cache.abort(acquired),
+    ]
+    for call in calls:
+        with pytest.raises(CacheError, match="another cache"):
+            call()
+    assert world.state() == world.before
+    other.cache.abort(acquired)
+    other.check_books()
+
+
+def test_pages_of_a_call_to_a_store_are_checked_before_the_first_is_written(world: World) -> None:
+    keys = hicache.page_keys(b"x", list(range(8)), 4)
+    whole, frozen = np.zeros(8, np.uint8), np.zeros(8, np.uint8)
+    frozen.flags.writeable = False
+    wrong: list[Any] = [
+        [[whole]], [[whole], [whole.view(np.int8)]], [[whole], [np.zeros((8, 2), np.uint8)[:, 0]]], [[whole], [b"x"]],
+    ]  # fmt: skip
+    for pages in wrong:
+        with pytest.raises(StorageError, match="pages"):
+            world.store.write(keys, pages)
+        with pytest.raises(StorageError, match="pages"):
+            world.store.read(keys, pages)
+    with pytest.raises(StorageError, match="read-only"):
+        world.store.read(keys, [[whole], [frozen]])
+    assert world.state() == world.before and world.store.exists(keys) == 0
+    assert world.store.write(keys, [[whole], [frozen]]) == 2
+
+
+def test_a_cache_that_was_refused_watches_nothing() -> None:
+    bench = GroupBench([])
+    watchers = len(bench.allocator._on_left), len(bench.allocator._on_freed)
+    parts = (bench.pool, bench.allocator, bench.host, bench.index)
+    for options in ({"mover": "dim_exchange"}, {"limits": 5}, {"companions": [None]}):
+        with pytest.raises(KvPoolError):
+            HiCacheController(*parts, **options)
+    assert (len(bench.allocator._on_left), len(bench.allocator._on_freed)) == watchers
+
+
+def test_numpy_numbers_are_numbers(tmp_path: Path) -> None:
+    bench = GroupBench([], limits=CopyLimits(batch_pages=np.int32(2), layers_ahead=np.uint8(1)))
+    store = FileStorage(tmp_path, capacity_bytes=np.int64(1 << 20))
+    tier = StorageTier(bench.host, bench.index, store, threshold=np.int64(1), batch=np.int8(2), threads=np.int16(0))
+    assert tier.batch == 2 and HostPool(bench.pool, pages=np.int64(3)).num_pages == 4
+    acquired = bench.cache.acquire(np.arange(9, dtype=np.int16), reach=np.int64(9))
+    acquired.wait_layer(np.int64(0))
+    assert bench.cache.evict(np.uint32(0)) == 0 and acquired.restorable(np.int8(9)) == 0

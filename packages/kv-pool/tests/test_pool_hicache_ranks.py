@@ -141,3 +141,9 @@ def test_reductions_that_are_none(make_cache: Callable[..., Any]) -> None:
     for bad in (("zz", 2), ("00", 0)):
         with pytest.raises(AgreementError):
             owner_rank(*bad)
+
+
+@pytest.mark.parametrize("answer", [None, "x", [float("nan")], [4.0], [[4]], [True], [2**64]])
+def test_a_reduction_that_answers_no_hits_is_refused(answer: Any) -> None:
+    with pytest.raises(AgreementError, match="reduce_min"):
+        HitAgreement(lambda _: answer, width=1).minimum([4])

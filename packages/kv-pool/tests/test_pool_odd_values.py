@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -263,3 +264,74 @@ def test_odd_settings_of_the_engines_are_refused_before_a_store_is_opened(monkey
         with pytest.raises(StorageError, match="extra_config"):
             HostPages(SimpleNamespace(extra_config=value))
     assert sglang.HostPages is HostPages and LISTED[0] in ODD
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.ones(1, dtype=torch.bfloat16),
+        torch.ones(1, dtype=torch.int64, device="meta"),
+        torch.ones(1).requires_grad_(),
+    ],
+)
+def test_ids_that_the_host_cannot_read_are_named(ids: Any) -> None:
+    """A tensor of a device is none that NumPy takes."""
+    world = World()
+    calls = (
+        world.pages.release, world.pages.holders, world.slots.free, world.map.find, world.mha.copy_out,
+        world.windows.window_slots, kv_pool.narrow_slots,
+    )  # fmt: skip
+    for call in calls:
+        with pytest.raises(KvPoolError, match=r"pages|slots"):
+            call(ids)
+    assert world.state() == world.before
+
+
+def test_errors_of_pages_name_the_argument_that_they_came_in() -> None:
+    world = World()
+    lead, own = world.map.lead.alloc(2), world.map.own.alloc(2)
+    wrong = np.array([70, 71])
+    calls: dict[str, Callable[[], object]] = {
+        "own_pages": lambda: world.map.give(lead, wrong),
+        "source": lambda: world.map.pass_on(wrong, lead),
+        "target": lambda: world.map.pass_on(lead, wrong),
+        "slots": lambda: world.slots.free([400]),
+    }
+    for name, call in calls.items():
+        with pytest.raises(KvPoolError, match=f"{name}: expected"):
+            call()
+    for twice in (lead[[0, 0]], lead[:1]):
+        with pytest.raises(KvPoolError, match="pages that pair"):
+            world.map.give(twice, own)
+    world.map.verify()
+
+
+@pytest.mark.parametrize("layer", [True, 1.0, np.float64(1), np.True_, torch.tensor(1), np.array(1)])
+def test_what_equals_a_layer_id_is_none(layer: Any) -> None:
+    world = World()
+    for call in (world.mha.key, world.mla.latent, world.hybrid.group_of):
+        with pytest.raises(KvPoolError, match="layer_id"):
+            call(layer)
+        call(np.int64(1))
+    with pytest.raises(KvPoolError, match="layer_ids"):
+        MhaPool(layout(), size=16, device="cpu", layer_ids=[layer])
+    assert MhaPool(layout(), size=np.int32(16), device="cpu", layer_ids=[np.int64(1)]).layer_ids() == (1,)
+
+
+def test_rows_of_a_pool_are_named_as_the_caller_knows_them() -> None:
+    world = World()
+    slots, right, wide = torch.tensor([4]), torch.ones(1, 1, 16, dtype=torch.float16), torch.ones(1, 2, 16)
+    for name, rows in {"latent": (wide, right), "rope": (right, wide)}.items():
+        with pytest.raises(KvPoolError, match=f"{name}: expected"):
+            world.mla.write(0, slots, *rows)
+    with pytest.raises(KvPoolError, match="index_key: expected"):
+        world.mla.write_index(0, slots, wide)
+    with pytest.raises(KvPoolError, match="states: expected"):
+        world.states.write("a", 0, torch.tensor([1]), wide)
+    with pytest.raises(KvPoolError, match="rows: expected"):
+        world.states.write("a", 0, torch.tensor([1.0]), right)
+
+
+def test_a_region_that_is_no_context_is_refused() -> None:
+    with pytest.raises(KvPoolError, match="region"):
+        MhaPool(layout(), size=16, device="cpu", region=lambda: 5)  # type: ignore[arg-type, return-value]

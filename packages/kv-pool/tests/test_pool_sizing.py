@@ -237,6 +237,9 @@ def test_the_command_prints_the_plan(tmp_path: Path) -> None:
     path.write_text("{}")
     refused = CliRunner().invoke(app, ["size", str(path)])
     assert refused.exit_code == 2 and "pools" in refused.output
+    for odd in (bytes(range(256)), b"[" * 100_000, b'{"pools": [' + b"9" * 5000 + b"]}"):
+        path.write_bytes(odd)
+        assert CliRunner().invoke(app, ["size", str(path)]).exit_code == 2
     path.write_text(json.dumps({**config(), "host_bytes": 0}))
     shown = CliRunner().invoke(app, ["size", str(path), "--host-free"])
     assert shown.exit_code == 0 and f"{plan.tokens} tokens" in shown.output

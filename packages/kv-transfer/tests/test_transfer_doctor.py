@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from kv_transfer.__main__ import app
 from kv_transfer.doctor import Finding, Report, examine
 
 
@@ -79,3 +81,11 @@ def test_the_command_line() -> None:
     assert done.returncode == 2 and "7701-7708" in done.stderr
     done = _cli("doctor", "--engine", "rdma")
     assert done.returncode == 2 and "loopback, memfabric, mooncake, nixl" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "option", [("--seconds", "inf"), ("--seconds", "nan"), ("--host", ""), ("--host", "a\0b"), ("--ports", "\u00b2")]
+)
+def test_an_odd_option_is_an_error_of_use(option: tuple[str, str]) -> None:
+    done = CliRunner().invoke(app, ["doctor", "--engine", "loopback", *option])
+    assert done.exit_code == 2 and isinstance(done.exception, SystemExit)

@@ -17,6 +17,7 @@ except ModuleNotFoundError as error:
 from kv_transfer.directory import Directory
 from kv_transfer.directory_service import DirectoryServer
 from kv_transfer.doctor import EngineReport, Report, examine
+from kv_transfer.errors import ArgumentError
 from kv_transfer.explain import explain as explain_sides
 from kv_transfer.explain import read_side
 from kv_transfer.picture import draw
@@ -40,11 +41,14 @@ def doctor(
 ) -> None:
     """Tries every engine with real bytes, and looks at ports, limits, shared memory, versions and settings.
 
-    Exits with 0 when an engine reaches other processes and nothing is a problem, with 1 otherwise, with 2 for a name
-    that is no engine.
+    Exits with 0 when an engine reaches other processes and nothing is a problem, with 1 otherwise, with 2 for an
+    option that is not usable, such as a name that is no engine.
     """
     _require_names(engine)
-    report = examine(tuple(engine) if engine else None, seconds=seconds, host=host, ports=_port_range(ports))
+    try:
+        report = examine(tuple(engine) if engine else None, seconds=seconds, host=host, ports=_port_range(ports))
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error)) from None
     if as_json:
         typer.echo(report.model_dump_json(indent=2))
     else:

@@ -7,6 +7,7 @@ last, so that it never looks into a cache at work. Needs the extra `metrics` (pr
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -15,6 +16,7 @@ from kv_pool._arguments import check_call, check_kind, check_mapping, check_opti
 from kv_pool.errors import HostPoolError, LibraryUnavailable
 from kv_pool.hicache.controller import HiCacheController
 from kv_pool.hicache.storage import StorageTier
+from kv_pool.tables import shown
 
 if TYPE_CHECKING:
     from kv_pool.hicache.host_pool import HostPool
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["CacheMetrics"]
 
 _NO_METHOD = object()
+_LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*", re.ASCII)
+_OWN_LABELS = ("companion", "state")
 
 
 class CacheMetrics:
@@ -44,7 +48,7 @@ class CacheMetrics:
 
     Raises:
         LibraryUnavailable: prometheus-client is not installed.
-        HostPoolError: An argument of another kind.
+        HostPoolError: An argument of another kind, a label that is none, or a registry that has another cache.
     """
 
     def __init__(
@@ -70,13 +74,17 @@ class CacheMetrics:
         self._storage = check_optional("storage", storage, StorageTier, HostPoolError)
         self._labels = {} if labels is None else dict(check_mapping("labels", labels, HostPoolError))
         for name, value in self._labels.items():
-            check_kind("labels", name, str, HostPoolError)
+            if not isinstance(name, str) or not _LABEL.fullmatch(name) or name in _OWN_LABELS:
+                raise _unfit("labels", shown(name), f"names of letters, digits and _ that are none of {_OWN_LABELS}")
             check_kind(f"labels[{name!r}]", value, str, HostPoolError)
         registry = library.REGISTRY if registry is None else registry
         check_call("registry.register", getattr(registry, "register", _NO_METHOD), HostPoolError)
         self._seen: dict[str, _Family] = {}
         self.observe()
-        registry.register(self)
+        try:
+            registry.register(self)
+        except ValueError as error:  # figures of these names are there
+            raise _unfit("registry", str(error), "a registry in which no other cache is") from None
 
     def observe(self) -> None:
         """See how the cache stands now; called by its owner.
@@ -134,6 +142,16 @@ class _Seen:
         labels = [*["companion"] * len(companion), "state"]
         family = self.families.setdefault(name, ("Gauge", labels, []))
         family[2].extend(([*companion, state], value) for state, value in states.items())
+
+
+def _unfit(argument: str, given: str, expected: str) -> HostPoolError:
+    return HostPoolError(
+        argument,
+        given=given,
+        expected=expected,
+        consequence="a scrape would fail, or mix two caches",
+        remedy="give each cache a registry of its own, or one process one cache",
+    )
 
 
 def _host(host: HostPool) -> dict[str, int]:

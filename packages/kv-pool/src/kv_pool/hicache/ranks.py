@@ -13,7 +13,7 @@ import numpy as np
 
 from kv_pool._arguments import check_kind, check_list, check_numbers
 from kv_pool.errors import AgreementError
-from kv_pool.tables import INT32_MAX, whole_number
+from kv_pool.tables import INT32_MAX, as_index_array, whole_number
 
 if TYPE_CHECKING:
     from kv_pool.hicache.acquired import Acquired
@@ -77,7 +77,7 @@ class HitAgreement:
         vector = np.full(self._width + 2, _FREE, dtype=np.int64)
         vector[: len(hits)] = hits
         vector[-2:] = len(hits), -len(hits)  # the least number, and the most
-        least = np.asarray(self._reduce(vector.copy()))
+        least = as_index_array("reduce_min", self._reduce(vector.copy()), AgreementError)
         if least.shape != vector.shape or (least > vector).any() or (least[:-2] < _NOT_HERE).any():
             raise AgreementError(
                 "reduce_min",
