@@ -13,7 +13,7 @@ import kv_planner
 from kv_transfer.integrations._engine import engine_module
 from kv_transfer.integrations.sglang.names import LATENTS, PAIRS, Name, refusal, stated
 from kv_transfer.integrations.sglang.rank import RELEASE
-from kv_transfer.integrations.sglang.words import WINDOW, word
+from kv_transfer.integrations.sglang.words import MAMBA, WINDOW, word
 
 if TYPE_CHECKING:
     from kv_planner import Component
@@ -37,7 +37,7 @@ def setup_state_kv_args(
         token_to_kv_pool: The target's pool.
         draft_token_to_kv_pool: The draft's, if there is one.
         total_kv_layers: Target layers of the whole model.
-        req_to_token_pool: SGLang's; passed on.
+        req_to_token_pool: SGLang's; passed on. States may be its own.
 
     Raises:
         EngineUnavailable: SGLang 0.5.23 is not installed.
@@ -45,6 +45,8 @@ def setup_state_kv_args(
     """
     theirs = engine_module("sglang.srt.disaggregation.utils", RELEASE).setup_state_kv_args
     theirs(kv_args, token_to_kv_pool, draft_token_to_kv_pool, total_kv_layers, req_to_token_pool=req_to_token_pool)
+    for owner in (token_to_kv_pool, req_to_token_pool):
+        _cut_by_channels(kv_args, getattr(owner, "mamba_pool", None))
     name_entries(kv_args, token_to_kv_pool, draft_token_to_kv_pool, total_kv_layers)
 
 
@@ -114,6 +116,19 @@ def _name_windows(kv_args: Any, pool: Any) -> None:
         entries = len(kv_args.state_data_ptrs[number])
         if word(kind) == WINDOW and not kv_args.state_layer_ids[number] and entries == 2 * len(layers):
             kv_args.state_layer_ids[number] = layers * 2
+
+
+def _cut_by_channels(kv_args: Any, pool: Any) -> None:
+    """The axis of conv states that ranks share: on an NPU their window comes first, which SGLang says is that axis."""
+    memory = engine_module("sglang.srt.mem_cache.memory_pool", RELEASE)
+    if type(pool) is not memory.MambaPool or not memory._is_npu:
+        return
+    shapes = [conv.shape[2:] for conv in pool.mamba_cache.conv for _ in pool.mamba_layer_ids]
+    for number, kind in enumerate(kv_args.state_types):
+        if word(kind) == MAMBA:
+            for entry, (window, channels) in enumerate(shapes):
+                kv_args.state_dim_per_tensor[number][entry] = channels
+                kv_args.state_slice_outer_counts[number][entry] = window
 
 
 def _range(pool: Any) -> list[int]:
