@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer import TransferEngine, TransferHandle, TransferState, wait_batch
+from kv_transfer import TransferEngine, TransferHandle, TransferState, isolation, wait_batch
 
 
 @dataclasses.dataclass
@@ -15,6 +16,24 @@ class Batch:
     source: npt.NDArray[np.uint64]
     destination: npt.NDArray[np.uint64]
     nbytes: npt.NDArray[np.uint64]
+
+
+class Warnings(logging.Handler):
+    """What is said to a process that counts as one which other machines reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        isolation.current_isolation = lambda: isolation.Isolation(False, "interfaces eth9 are up")
+        logging.getLogger(isolation.__name__).addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def check(self, engine: str) -> None:
+        """One text, however many engines there are."""
+        (text,) = self.texts
+        assert text.startswith(f"engine {engine} listens on every interface") and "eth9" in text, text
 
 
 def batch(*blocks: tuple[int, int, int]) -> Batch:

@@ -6,7 +6,7 @@ import os
 import threading
 
 import numpy as np
-from transfer_batches import batch, end, refused
+from transfer_batches import Warnings, batch, end, refused
 
 from kv_transfer import EngineError, RegionError, TransferState, create_engine
 from kv_transfer.engine import forget_peer
@@ -15,11 +15,13 @@ MEGABYTES = 64
 
 
 def main() -> None:
+    warnings = Warnings()
     refused(EngineError, "'rdma' is not supported", create_engine, "mooncake", protocol="rdma")
     refused(ValueError, "workers", create_engine, "mooncake", workers=0)
     writer = create_engine("mooncake", transfer_timeout=2.2, max_entries_per_batch=8)
     reader = create_engine("mooncake", transfer_timeout=2.2)
     assert os.environ["MC_TRANSFER_TIMEOUT"] == "3"
+    warnings.check("mooncake")
     assert writer.session != reader.session
     assert all(engine.session.startswith("127.0.0.1:") for engine in (writer, reader))
 

@@ -7,7 +7,7 @@ import threading
 import time
 
 import numpy as np
-from transfer_batches import batch, end, refused
+from transfer_batches import Warnings, batch, end, refused
 
 from kv_transfer import EngineError, RegionError, create_engine
 from kv_transfer.engine import forget_peer
@@ -16,9 +16,11 @@ MEGABYTES = 64
 
 
 def main() -> None:
+    warnings = Warnings()
     refused(ValueError, "max_entries_per_batch", create_engine, "nixl", max_entries_per_batch=0)
     writer = create_engine("nixl", max_entries_per_batch=8)
     reader = create_engine("nixl")
+    warnings.check("nixl")
     assert not {"torch", "nixl._api"} & set(sys.modules)
     time.sleep(0.2)
     busy = time.process_time()

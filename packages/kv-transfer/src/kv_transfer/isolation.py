@@ -10,13 +10,17 @@ import contextlib
 import ctypes
 import dataclasses
 import fcntl
+import functools
+import logging
 import os
 import socket
 import struct
 import sys
 from collections.abc import Sequence
 
-__all__ = ["Isolation", "current_isolation", "enter_loopback_namespace", "main"]
+__all__ = ["Isolation", "current_isolation", "enter_loopback_namespace", "main", "warn_if_open"]
+
+_LOG = logging.getLogger(__name__)
 
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
@@ -54,6 +58,19 @@ def current_isolation() -> Isolation:
     if "lo" not in up:
         return Isolation(False, "the loopback interface is down")
     return Isolation(True, "only the loopback interface is up")
+
+
+@functools.cache
+def warn_if_open(engine: str) -> None:
+    """Logs, once a process, that an engine which listens on all interfaces can be reached from other machines."""
+    now = current_isolation()
+    if not now.isolated:
+        _LOG.warning(
+            "engine %s listens on every interface and asks nobody who writes (%s): whoever reaches its port can write "
+            "registered memory; keep it inside a trusted network, or run under python -m kv_transfer.isolation",
+            engine,
+            now.detail,
+        )
 
 
 def enter_loopback_namespace() -> Isolation:

@@ -25,6 +25,7 @@ from kv_transfer.engine import EngineCapabilities
 from kv_transfer.engines.blocking import BlockingEngine, check_workers
 from kv_transfer.errors import EngineError, EngineUnavailable
 from kv_transfer.gone import is_gone
+from kv_transfer.isolation import warn_if_open
 
 __all__ = ["MooncakeEngine", "describe_code"]
 
@@ -153,6 +154,7 @@ class MooncakeEngine(BlockingEngine):
         os.environ.setdefault("MC_LOG_LEVEL", log_level)
         self._hostname = hostname
         self._library = self._writer = _start(hostname)
+        warn_if_open("mooncake")
         self._lives: dict[str, list[str]] = {}  # of each address, the newest last
         self._connected: dict[str, list[_Library]] = {}  # those that have connections to an address
         self._lives_lock = threading.Lock()

@@ -35,6 +35,7 @@ from kv_transfer.engine import (
     check_batch,
 )
 from kv_transfer.errors import EngineError, EngineUnavailable
+from kv_transfer.isolation import warn_if_open
 from kv_transfer.regions import RegionTable
 
 __all__ = ["NixlEngine"]
@@ -100,6 +101,7 @@ class NixlEngine:
                 consequence="the engine cannot be used",
                 remedy="check UCX_TLS and UCX_NET_DEVICES, and the library's log (NIXL_LOG_LEVEL=DEBUG)",
             ) from error
+        warn_if_open("nixl")
         self._capabilities = EngineCapabilities(
             max_entries_per_batch=max_entries_per_batch, cross_process=True, settles_itself=True
         )
