@@ -10,11 +10,12 @@ import torch
 import torch_npu
 from engines_groups import compressed, hybrid_linear, number, sparse, states, windowed, windowed_latents
 from engines_pools import NPU, PAGE
-from kv_planner import Placement
-from kv_pool import LayoutError, Pool, StateKind, UnsupportedMover
+from kv_planner import Placement, PlanError
+from kv_planner.testing.odd_values import OPTIONAL, Case, wrongs
+from kv_pool import KvPoolError, LayoutError, Pool, StateKind, UnsupportedMover
 from kv_pool.hicache import HOST_LAYOUTS, HostLayout, HostPool, create_mover
 from kv_pool.hicache.movers import MoverName
-from kv_pool.integrations.sglang import adopt_groups
+from kv_pool.integrations.sglang import adopt_groups, adopt_pool
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.ple_state_pool import ShortConvPool
 
@@ -221,3 +222,19 @@ def test_groups_of_other_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     pool.swa_kv_pool = None
     with pytest.raises(LayoutError, match="paged window"):
         adopt_groups(pool, fingerprint="m")
+
+
+def test_odd_arguments_are_refused_by_name() -> None:
+    numbers = ("empty list", "None")
+    shared = {"fingerprint": "m", "drafts": (), "placement": None, "total_heads": None, "model_layers": None}
+    takes = {
+        "fingerprint": ("text", "empty text"), "drafts": ("empty list",), "placement": OPTIONAL,
+        "total_heads": OPTIONAL, "model_layers": numbers, "model_indexer_layers": numbers,
+    }  # fmt: skip
+    cases = {
+        "adopt_pool": Case(
+            adopt_pool, {"pool": windowed().full_kv_pool, **shared, "model_indexer_layers": None}, takes
+        ),
+        "adopt_groups": Case(adopt_groups, {"pool": windowed(), **shared}, {**takes, "model_layers": OPTIONAL}),
+    }
+    assert wrongs(cases, (KvPoolError, PlanError)) == []

@@ -8,13 +8,24 @@ pool and a manifest of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kv_planner import Placement
 
+from kv_pool._arguments import check_kind, check_list, check_mapping, check_numbers
+from kv_pool.errors import LayoutError
 from kv_pool.integrations._engine import engine_module
 from kv_pool.integrations.sglang.compressed import COMPRESSED_MODULE, compressed_groups
-from kv_pool.integrations.sglang.pools import MODULE, RELEASE, Held, adopted, components_of, foreign
+from kv_pool.integrations.sglang.pools import (
+    MODULE,
+    RELEASE,
+    Held,
+    adopted,
+    check_fingerprint,
+    check_heads,
+    components_of,
+    foreign,
+)
 
 if TYPE_CHECKING:
     from kv_planner import Component
@@ -23,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["adopt_groups"]
 
+_Value = TypeVar("_Value")
 _WINDOWED = "sglang.srt.mem_cache.swa_memory_pool"
 _MEMORY = "sglang.srt.mem_cache.memory_pool"
 
@@ -61,8 +73,17 @@ def adopt_groups(
             not fit.
     """
     kinds, memory = engine_module(MODULE, RELEASE), engine_module(_MEMORY, RELEASE)
-    placement = placement if placement is not None else Placement()
-    heads, model = total_heads or {}, model_layers or {}
+    others: tuple[Any, ...] = check_list("drafts", drafts, LayoutError)
+    check_fingerprint(fingerprint)
+    placement = Placement() if placement is None else check_kind("placement", placement, Placement, LayoutError)
+    heads = {
+        group: check_heads(f"total_heads[{group!r:.80}]", count)
+        for group, count in _named("total_heads", total_heads).items()
+    }
+    model = {
+        group: list(check_numbers(f"model_layers[{group!r:.80}]", ids, LayoutError))
+        for group, ids in _named("model_layers", model_layers).items()
+    }
 
     def wrap(
         group: str,
@@ -81,13 +102,18 @@ def adopt_groups(
             model_indexer_layers=model.get("index_key"),
         )  # fmt: skip
 
-    if type(pool) is engine_module(_WINDOWED, RELEASE).SWAKVPool:
+    window = engine_module(_WINDOWED, RELEASE).SWAKVPool
+    strange = next((type(draft).__name__ for draft in others if type(draft) is not window), None)
+    if others and (type(pool) is not window or strange is not None):
+        given = f"{strange or 'SWAKVPool'} as drafts of a {type(pool).__name__}"
+        raise foreign("drafts", given, "SWAKVPools as drafts of an SWAKVPool; other drafts alone")
+    if type(pool) is window:
         behind = max([layer for ids in model.values() for layer in ids] + list(pool.layers_mapping)) + 1
         groups: dict[str, Pool] = {}
         for group, windowed in (("kv", False), ("swa", True)):
             held, layers = _side(pool, kinds, pool.page_size, windowed=windowed)
             drafted, first = [], behind
-            for draft in drafts:
+            for draft in others:
                 more, places = _side(draft, kinds, pool.page_size, windowed=windowed)
                 if places:
                     drafted.append((more, [first + place for place in places]))
@@ -95,8 +121,6 @@ def adopt_groups(
             if layers:
                 groups[group] = wrap(group, held, layers, drafted=drafted, page_size=pool.page_size)
         return groups
-    if drafts:
-        raise foreign("drafts", f"drafts of a {type(pool).__name__}", "drafts of an SWAKVPool; other drafts alone")
     if type(pool) is kinds.NPUMiniMaxSparseKVPool:
         return _sparse(pool, kinds, wrap)
     if type(pool) is memory.HybridLinearKVPool:
@@ -109,6 +133,10 @@ def adopt_groups(
         return compressed_groups(pool, wrap)
     expected = "SWAKVPool, NPUMiniMaxSparseKVPool, HybridLinearKVPool, MambaPool or DSV4NPUTokenToKVPool"
     raise foreign("pool", type(pool).__name__, expected)
+
+
+def _named(name: str, given: Mapping[str, _Value] | None) -> Mapping[str, _Value]:
+    return {} if given is None else check_mapping(name, given, LayoutError)
 
 
 def _side(pool: Any, kinds: Any, page_size: int, *, windowed: bool) -> tuple[Mapping[Component, Held], list[int]]:

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from kv_planner import ComponentSpec, ModelLayout, Placement
 
+from kv_pool._arguments import check_kind, check_list, check_numbers, check_optional
 from kv_pool._storage import TORCH_DTYPES
 from kv_pool.adopted import adopt
 from kv_pool.errors import LayoutError
 from kv_pool.integrations._engine import engine_module
+from kv_pool.tables import shown, whole_number
 
 if TYPE_CHECKING:
     from kv_planner import Component
@@ -25,7 +27,18 @@ if TYPE_CHECKING:
 
     from kv_pool._paged import Pool
 
-__all__ = ["MODULE", "RELEASE", "Held", "adopt_pool", "adopted", "components_of", "foreign"]
+__all__ = [
+    "MODULE",
+    "RELEASE",
+    "Held",
+    "adopt_pool",
+    "adopted",
+    "check_fingerprint",
+    "check_heads",
+    "check_layers",
+    "components_of",
+    "foreign",
+]
 
 MODULE, RELEASE = "sglang.srt.hardware_backend.npu.memory_pool_npu", "SGLang 0.5.23"
 _NAMES: dict[torch.dtype, Any] = {torch_dtype: name for name, torch_dtype in TORCH_DTYPES.items()}
@@ -60,16 +73,24 @@ def adopt_pool(
         LayoutError: Another class of pool, pools that are not of one kind and page size, or memory that does not fit.
     """
     kinds = engine_module(MODULE, RELEASE)
+    held_drafts: tuple[Any, ...] = check_list("drafts", drafts, LayoutError)
+    check_fingerprint(fingerprint)
+    check_optional("placement", placement, Placement, LayoutError)
+    given = check_layers("model_layers", model_layers)
+    model_indexer_layers = check_layers("model_indexer_layers", model_indexer_layers)
+    total_heads = None if total_heads is None else check_heads("total_heads", total_heads)
+    page_size = getattr(pool, "page_size", 0)
+    found = [components_of(pool, kinds, page_size)]
+    found += [components_of(one, kinds, page_size, argument="drafts") for one in held_drafts]
     layers = list(range(pool.start_layer, pool.start_layer + pool.layer_num))
-    model = layers if model_layers is None else list(model_layers)
-    behind = max(model) + 1
-    found = [components_of(one, kinds, pool.page_size) for one in (pool, *drafts)]
-    counts = [one.layer_num for one in drafts]
+    model = layers if given is None else given
+    behind = max(model, default=-1) + 1
+    counts = [one.layer_num for one in held_drafts]
     starts = [behind + sum(counts[:number]) for number in range(len(counts))]
     return adopted(
         found[0],
         layers,
-        page_size=pool.page_size,
+        page_size=page_size,
         fingerprint=fingerprint,
         drafts=[
             (held, list(range(start, start + count)))
@@ -166,13 +187,14 @@ def adopted(
     return adopt(tensors, layout, layer_ids=ids, placement=placement)
 
 
-def components_of(pool: Any, kinds: Any, page_size: int) -> Mapping[Component, Held]:
+def components_of(pool: Any, kinds: Any, page_size: int, *, argument: str = "pool") -> Mapping[Component, Held]:
     """What one pool of pages holds.
 
     Args:
         pool: SGLang's pool.
         kinds: SGLang's module of NPU pools.
         page_size: Tokens in a page.
+        argument: What the error names.
 
     Raises:
         LayoutError: Another class of pool, or another page size.
@@ -181,7 +203,7 @@ def components_of(pool: Any, kinds: Any, page_size: int) -> Mapping[Component, H
     if not known or pool.page_size != page_size:
         given = f"{type(pool).__name__}{f' with pages of {pool.page_size} tokens' if known else ''}"
         kind = "NPUMHATokenToKVPool or NPUMLATokenToKVPool"
-        raise foreign("pool", given, f"{kind} with pages of {page_size} tokens")
+        raise foreign(argument, given, f"{kind} with pages of {page_size} tokens")
     every = range(pool.layer_num)
     if type(pool) is kinds.NPUMHATokenToKOnlyPool:
         return {"index_key": Held(pool.k_buffer_tensor, pool.head_dim, pool.head_num, every, indexer=True)}
@@ -203,6 +225,34 @@ def components_of(pool: Any, kinds: Any, page_size: int) -> Mapping[Component, H
         if pool.index_k_scale_buffer is not None:
             held["index_scale"] = Held(pool.index_k_scale_buffer, 1, 1, owners, indexer=True)
     return held
+
+
+def check_fingerprint(fingerprint: str) -> None:
+    """Refuse what is no identity of a model.
+
+    Raises:
+        LayoutError: No text, or one that no other process can be told.
+    """
+    if not check_kind("fingerprint", fingerprint, str, LayoutError).isprintable():
+        raise foreign("fingerprint", shown(fingerprint), "a text of printable characters")
+
+
+def check_layers(name: str, layers: Sequence[int] | None) -> list[int] | None:
+    """Layer ids that a caller gives, if any.
+
+    Raises:
+        LayoutError: They are none.
+    """
+    return None if layers is None else list(check_numbers(name, layers, LayoutError))
+
+
+def check_heads(name: str, heads: int) -> int:
+    """A number of heads.
+
+    Raises:
+        LayoutError: It is none.
+    """
+    return whole_number(name, heads, least=1, error=LayoutError, consequence="no head would be described")
 
 
 def foreign(argument: str, given: object, expected: str) -> LayoutError:
