@@ -20,6 +20,7 @@ from sglang.srt.hardware_backend.npu.memory_pool_npu import (
 )
 from sglang.srt.mem_cache import deepseek_v4_memory_pool
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MambaPool
+from sglang.srt.mem_cache.ple_state_pool import NGramPool, ShortConvPool
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import (
     AsymmetricMHATokenToKVPoolHost,
@@ -33,8 +34,8 @@ with warnings.catch_warnings():
     from sglang.srt.hardware_backend.npu.dsv4 import dsv4_memory_pool
 
 __all__ = [
-    "HOST_PAGES", "compressed", "host_of", "hybrid_linear", "index_host", "number", "numbers", "page_slots", "sparse",
-    "state_host", "states", "windowed", "windowed_latents",
+    "HOST_PAGES", "compressed", "host_of", "hybrid_linear", "index_host", "number", "numbers", "page_slots", "sided",
+    "sparse", "state_host", "states", "windowed", "windowed_latents",
 ]  # fmt: skip
 
 HOST_PAGES = 8
@@ -99,6 +100,15 @@ def states(*, rows: int = 7, layers: tuple[int, ...] = (1, 2, 4), **changes: Any
         "cache_params": Mamba2CacheParams(dtype=dtype, layers=list(layers), shape=shape),
         **changes,
     })  # fmt: skip
+
+
+def sided(**changes: Any) -> Any:
+    """States with a short convolution of layers 1 and 4, and the last five tokens, beside them."""
+    pool = states(**changes)
+    short = ShortConvPool(size=pool.size, state_shape=(3, 7), layer_ids=[1, 4], dtype=torch.bfloat16, device="npu")
+    pool.register_slot_state(short)
+    pool.register_slot_state(NGramPool(size=pool.size, context_len=5, eos_token_id=2, device="npu"))
+    return pool
 
 
 def hybrid_linear(pool: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch_npu
-from engines_groups import compressed, hybrid_linear, number, sparse, states, windowed, windowed_latents
+from engines_groups import compressed, hybrid_linear, number, sided, sparse, states, windowed, windowed_latents
 from engines_pools import PAGE
 from kv_planner import Capabilities, Plan, Runs, agree, lower
 from kv_pool import Pool
@@ -83,6 +83,7 @@ MAKERS: dict[str, Callable[[pytest.MonkeyPatch], dict[str, Pool]]] = {
     "sparse with values": lambda patch: groups(sparse(values=True)),
     "states": lambda patch: groups(states()),
     "states with drafts": lambda patch: groups(states(speculative_num_draft_tokens=3)),
+    "states with side states": lambda patch: groups(sided()),
     "states of Kimi's": lambda patch: groups(kimi()),
     "states of Kimi's with drafts": lambda patch: groups(kimi(speculative_num_draft_tokens=4)),
     "hybrid linear": lambda patch: groups(hybrid_linear(states())),

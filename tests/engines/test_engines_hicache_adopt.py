@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch_npu
-from engines_groups import compressed, hybrid_linear, number, sparse, states, windowed, windowed_latents
+from engines_groups import compressed, hybrid_linear, number, sided, sparse, states, windowed, windowed_latents
 from engines_pools import NPU, PAGE
 from kv_planner import Placement, PlanError
 from kv_planner.testing.odd_values import OPTIONAL, Case, wrongs
@@ -17,7 +17,6 @@ from kv_pool.hicache import HOST_LAYOUTS, HostLayout, HostPool, create_mover
 from kv_pool.hicache.movers import MoverName
 from kv_pool.integrations.sglang import adopt_groups, adopt_pool
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.mem_cache.ple_state_pool import ShortConvPool
 
 MAKERS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
     "windowed": lambda patch: windowed(),
@@ -27,13 +26,14 @@ MAKERS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
     "sparse values": lambda patch: sparse(values=True),
     "states": lambda patch: states(),
     "speculative states": lambda patch: states(speculative_num_draft_tokens=3),
+    "sided states": lambda patch: sided(),
     "hybrid linear": lambda patch: hybrid_linear(states()),
     "compressed": compressed,
 }
 GROUPS = {
     "windowed": ["kv", "swa"], "windowed latents": ["kv", "swa"], "windowed bytes": ["kv", "swa"], "sparse": ["kv"],
     "sparse values": ["kv", "index_kv"], "states": ["temporal", "conv0"], "speculative states": ["temporal", "conv0"],
-    "hybrid linear": ["kv", "temporal", "conv0"],
+    "sided states": ["temporal", "conv0", "ple_short_conv", "ple_ngram"], "hybrid linear": ["kv", "temporal", "conv0"],
     "compressed": ["swa", "c4", "c4_indexer", "c4_state", "c4_indexer_state", "c128", "c128_state"],
 }  # fmt: skip
 EACH = [pytest.param(kind, group, id=f"{kind}: {group}") for kind, groups in GROUPS.items() for group in groups]
@@ -54,7 +54,7 @@ def test_every_group_has_its_name(monkeypatch: pytest.MonkeyPatch, kind: str) ->
     groups = adopt_groups(MAKERS[kind](monkeypatch), fingerprint="m")
     assert list(groups) == GROUPS[kind]
     for name, pool in groups.items():
-        rows = name in ("temporal", "conv0") or name.endswith("state")
+        rows = name in GROUPS["sided states"] or name.endswith("state")
         assert isinstance(pool, StateKind) == rows and (pool.page_size == 1) == rows
 
 
@@ -123,11 +123,21 @@ def test_states_are_the_checkpoints_alone() -> None:
     for name, tensor in (("temporal", cache.temporal), ("conv0", cache.conv[0])):
         assert [layer.data_ptr() for layer in groups[name].layers("state")] == [row.data_ptr() for row in tensor]
         assert groups[name].layer_ids() == (1, 2, 4) and groups[name].num_pages == theirs.size + 1
-    theirs.register_slot_state(
-        ShortConvPool(size=theirs.size, state_shape=(3, 8), layer_ids=[1], dtype=torch.bfloat16, device="npu")
-    )
-    with pytest.raises(LayoutError, match="1 side states"):
-        adopt_groups(theirs, fingerprint="m")
+
+
+def test_side_states_are_rows_of_bytes_that_all_ranks_have() -> None:
+    """Of a short convolution on some layers, and of the last tokens, which belong to no layer."""
+    theirs = sided()
+    for rank in range(2):
+        groups = adopt_groups(theirs, fingerprint="m", placement=Placement(tp_rank=rank, tp_size=2))
+        assert list(groups) == ["temporal", "conv0", "ple_short_conv", "ple_ngram"]
+        order = ("conv0", "temporal", "ple_short_conv", "ple_ngram")
+        lists = zip(*(entries(groups[name], "state") for name in order), strict=True)
+        found = tuple([value for part in parts for value in part] for parts in lists)
+        assert found == theirs.get_contiguous_buf_infos()
+        layers = [layer for name in order for layer in groups[name].layer_ids()]
+        assert layers == theirs.get_state_layer_ids()
+        assert {entry.head_range for name in order[2:] for entry in groups[name].manifest().entries} == {(0, 1)}
 
 
 def test_compressed_groups_are_what_sglang_publishes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from kv_planner import Placement
 
 from kv_pool._arguments import check_kind, check_list, check_mapping, check_numbers
@@ -53,8 +54,9 @@ def adopt_groups(
     Args:
         pool: An `SWAKVPool` over NPU pools (groups `kv` and `swa`), an `NPUMiniMaxSparseKVPool` (`kv`, with its index
             keys; `index_kv` for layers whose index has values too), a `MambaPool` (`temporal`, `conv0`, `conv1` …: a
-            kind of state each), a `HybridLinearKVPool` over an NPU pool (`kv`, and the kinds of its states), or a
-            `DSV4NPUTokenToKVPool` (see `compressed_groups`).
+            kind of state each; side states under their own names, as bytes of one head that all ranks have), a
+            `HybridLinearKVPool` over an NPU pool (`kv`, and the kinds of its states), or a `DSV4NPUTokenToKVPool`
+            (see `compressed_groups`).
         fingerprint: Identity of the model.
         drafts: Of an `SWAKVPool`: those of draft models, in order; their layers are numbered behind the model's.
         placement: This rank.
@@ -69,8 +71,7 @@ def adopt_groups(
 
     Raises:
         LibraryUnavailable: SGLang 0.5.23 is not installed.
-        LayoutError: Another class of pool, pools of unequal page sizes, states with side states, or memory that does
-            not fit.
+        LayoutError: Another class of pool, pools of unequal page sizes, or memory that does not fit.
     """
     kinds, memory = engine_module(MODULE, RELEASE), engine_module(_MEMORY, RELEASE)
     others: tuple[Any, ...] = check_list("drafts", drafts, LayoutError)
@@ -169,8 +170,6 @@ def _states(pool: Any, placement: Placement, wrap: Any) -> dict[str, Pool]:
     """Each kind of state; work space of speculation is no state of a request."""
     (info,) = pool.get_device_pool_infos()
     buffers = info.buffer_info
-    if buffers.extra_checkpoint_buffers:
-        raise foreign("pool", f"{len(buffers.extra_checkpoint_buffers)} side states", "conv and temporal states alone")
     kinds = {"temporal": buffers.temporal} if buffers.temporal.numel() else {}
     kinds |= {f"conv{number}": conv for number, conv in enumerate(buffers.conv)}
     groups = {}
@@ -179,4 +178,14 @@ def _states(pool: Any, placement: Placement, wrap: Any) -> dict[str, Pool]:
         own = shape[0] if name == "temporal" else 1  # its heads come first; the channels of a conv state come last
         held = Held(tensor, shape.numel() // own, own, range(tensor.shape[0]), item_kind="request_row")
         groups[name] = wrap(name, {"state": held}, list(info.layer_ids), total=own * placement.tp_size)
+    sides: dict[str, list[tuple[Any, int]]] = {}
+    for sibling in pool._slot_siblings:
+        for name, tensor, _, layer in sibling.iter_transfer_state_entries():
+            rows = tensor.view(tensor.shape[0], -1).view(torch.uint8)
+            sides.setdefault(name, []).append((rows, layer))
+    for name, entries in sides.items():
+        held = Held(
+            [rows for rows, _ in entries], entries[0][0].shape[1], 1, range(len(entries)), item_kind="request_row"
+        )
+        groups[name] = wrap(name, {"state": held}, [layer for _, layer in entries], total=1)
     return groups
