@@ -37,6 +37,8 @@ class Backups:
         mover: What moves the bytes.
         streams: The lanes.
         limits: How much is submitted at a time.
+        keep: Keeps the device pages of a backup from everybody else; returns what ends that. `None` where whoever
+            starts it does so.
         arrived: Called once for each part whose bytes are on the host.
         dropped: Called with the device and the host pages of each part that ends without.
     """
@@ -50,11 +52,13 @@ class Backups:
         *,
         arrived: Callable[[Backup], object],
         dropped: Callable[[IntArray, IntArray], object],
+        keep: Callable[[IntArray], Callable[[], object]] | None = None,
     ) -> None:
         self._index = index
         self._mover = mover
         self._streams = streams
         self._limit = limits.batch_pages
+        self._keep = keep
         self._arrived = arrived
         self._dropped = dropped
         self._queue: deque[Backup] = deque()
@@ -77,7 +81,7 @@ class Backups:
         Raises:
             Exception: What the mover or the device raised; what of these pages is not under way is dropped.
         """
-        shared = SharedLock(lock)
+        shared = SharedLock(lock, None if self._keep is None else self._keep(device_pages))
         try:
             after = self._streams.mark("compute")
         except BaseException:
@@ -164,3 +168,5 @@ class Backups:
             lock.holders -= 1
             if not lock.holders:
                 self._index.unlock(lock.lock)
+                if lock.let_go is not None:
+                    lock.let_go()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from kv_planner import TierConflict, TierOrder
+from kv_planner import StaleNode, TierConflict, TierOrder
 
 from kv_pool.hicache._backups import Backups
 from kv_pool.hicache._inflight import Backup, CopyLimits, Load, UnderWay
@@ -55,8 +55,11 @@ class Copies:
         self._on_backed_up = backed_up
         self._count = dict.fromkeys(("backed_up_pages", "unbacked_pages"), 0)
         self._backups = Backups(
-            index, mover, streams, limits, arrived=self._arrived, dropped=lambda _, pages: host.allocator.release(pages)
-        )
+            index, mover, streams, limits,
+            arrived=self._arrived,
+            dropped=lambda _, pages: host.allocator.release(pages),
+            keep=lambda pages: device.in_use(pages).end,
+        )  # fmt: skip
         self._loads = Loads(
             index, mover, streams, limits, layers, keep=lambda pages, _: device.in_use(pages).end, failed=failed
         )
@@ -146,11 +149,12 @@ class Copies:
     def _record(self, part: Backup) -> npt.NDArray[np.bool_]:
         """Tell the index of a backup; returns which nodes took their page.
 
-        A node does not where a prefetch has brought its page meanwhile, or where its parent has no host copy any more.
+        A node does not where a prefetch has brought its page meanwhile, where its parent has no host copy any more, or
+        where it was built on a load that has failed.
         """
         try:
             self._index.backed_up(part.nodes, part.host_pages)
-        except (TierConflict, TierOrder):
+        except (TierConflict, TierOrder, StaleNode):
             return np.array([self._record_one(*pair) for pair in zip(part.nodes, part.host_pages, strict=True)])
         return np.ones(part.nodes.size, dtype=np.bool_)
 
@@ -159,7 +163,7 @@ class Copies:
             self._index.backed_up([int(node)], [int(host_page)])
         except TierConflict:
             return False
-        except TierOrder:
+        except (TierOrder, StaleNode):
             self._count["unbacked_pages"] += 1
             return False
         return True

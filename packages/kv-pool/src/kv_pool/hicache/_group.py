@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kv_planner import PrefixIndex
 
     from kv_pool.allocator import PageAllocator
-    from kv_pool.hicache._inflight import CopyLimits
+    from kv_pool.hicache._inflight import CopyLimits, Load
     from kv_pool.hicache.companion import Companion
     from kv_pool.hicache.host_pool import HostPool
     from kv_pool.hicache.movers import MoverName
@@ -47,6 +47,7 @@ class Group:
         storage: Where companions' pages go when their host copies are complete; `None` for two levels.
         canary: Whether checksums are taken after backup and asked at load.
         limits: How much of each is copied at a time.
+        failed: Called with each load of a companion that has failed after it was started.
 
     Raises:
         HostPoolError: A companion is of another cache, or two have one name, allocator or host pool.
@@ -66,6 +67,7 @@ class Group:
         storage: CompanionStorage | None,
         canary: bool,
         limits: CopyLimits,
+        failed: Callable[[Load], object],
     ) -> None:
         names = [companion.name for companion in companions]
         rules: list[tuple[str, object, object]] = [("names of companions", len(set(names)), len(names))]
@@ -96,6 +98,7 @@ class Group:
                 poison=poison,
                 canary=canary,
                 limits=limits,
+                failed=failed,
                 backed_up=storage.back_up if storage is not None else None,
             )
             for companion, own_movers in zip(companions, movers, strict=True)

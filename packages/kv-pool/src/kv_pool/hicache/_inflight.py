@@ -77,10 +77,12 @@ class SharedLock:
 
     Attributes:
         lock: The lock.
+        let_go: Ends what keeps the device pages from everybody else, also when their nodes have left the index.
         holders: Parts that have not ended.
     """
 
     lock: PrefixLock
+    let_go: Callable[[], object] | None = None
     holders: int = 1
 
 

@@ -7,10 +7,10 @@ what a policy wants on the host is there before. It does not know requests (see 
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
-from kv_planner import StaleNode, TierOrder
+from kv_planner import StaleNode, TierConflict, TierOrder
 
 from kv_pool.errors import PageError
 from kv_pool.hicache._parts import WritePolicy
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from kv_pool.hicache.storage.companions import CompanionStorage
     from kv_pool.tables import IntArray
 
-__all__ = ["Levels"]
+__all__ = ["Failed", "Levels"]
 
+Failed: TypeAlias = Literal["own", "companion"]
 _USES: dict[WritePolicy, int | None] = {"write_through": 1, "write_through_selective": 2, "write_back": None}
 
 
@@ -156,14 +157,46 @@ class Levels:
         self.record(nodes[absent], pages[absent])
         return load, absent
 
-    def unload(self, nodes: IntArray) -> IntArray | None:
-        """Take nodes off the device in the index; returns their pages, `None` where somebody has built on them."""
+    def unload(self, load: Load, failed: Failed | None = None) -> IntArray | None:
+        """Take what a load was to bring off the device in the index; returns the pages.
+
+        Args:
+            load: A load that is stopped: `None` is returned where somebody has built on it. Or one that has failed.
+            failed: Whose load it was. What was built on it leaves too then; of a companion's load that is all that
+                leaves. What was computed from it leaves the host and the third level as well.
+        """
+        if failed == "companion":
+            return self._withdraw(load, int(load.nodes[-1]), itself=False)
         try:
-            pages = self._index.unloaded(nodes)
-        except TierOrder:
-            return None
+            pages = self._index.unloaded(load.nodes)
+        except (TierOrder, TierConflict, StaleNode):
+            return None if failed is None else self._withdraw(load, int(load.nodes[0]), itself=True)
+        for node in load.nodes.tolist():
+            del self.page_of[node]
+        return pages
+
+    def _withdraw(self, load: Load, top: int, *, itself: bool) -> IntArray:
+        """Take all that was built on a node, and it `itself`, off the device; what was computed leaves everything."""
+        if top not in self.page_of:  # it has left with what it was built on
+            return np.zeros(0, dtype=np.int64)
+        text, namespace = self._index.path(top)
+        below = {}
+        for node in self.page_of:
+            tokens, where = self._index.path(node)
+            if (itself or node != top) and where == namespace and np.array_equal(tokens[: text.size], text):
+                below[node] = tokens
+        nodes = np.array(list(below), dtype=np.int64)
+        arriving = np.concatenate([load.nodes, *(other.nodes for other in self._copies.loading())])
+        built = nodes[~np.isin(nodes, arriving)]  # the host copies of what arrives are sound
+        self._host.allocator.release(self._index.drop_host(built).pages)
+        pages = self._index.unloaded(nodes)
         for node in nodes.tolist():
             del self.page_of[node]
+        for node in built.tolist():
+            if self._storage is not None:
+                self._storage.forget(below[node], namespace)
+            for member in self._group:
+                self.forget_companion(member.companion.name, below[node], namespace)
         return pages
 
     def forget(self, node: int, tokens: IntArray, namespace: Namespace) -> None:

@@ -197,7 +197,7 @@ class Loads:
         batch.left.clear()
         self._submitted.remove(batch)
         with ExitStack() as ends:
-            for part in reversed(batch.parts):
+            for part in batch.parts:  # the last one leaves the index first: it may lie behind the others
                 if part is not new:  # whoever starts it hears of it by the error
                     ends.callback(self._failed, part)
                 ends.callback(self._release, part)

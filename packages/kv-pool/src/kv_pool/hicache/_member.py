@@ -48,6 +48,7 @@ class Member:
         poison: Whether freed device pages are overwritten.
         canary: Whether checksums are taken after backup and asked at load.
         limits: How much is submitted at a time.
+        failed: Called with each load of which the movers or the device have said later that it failed.
         backed_up: Called with nodes and own host pages when host copies are complete.
     """
 
@@ -62,6 +63,7 @@ class Member:
         poison: bool,
         canary: bool,
         limits: CopyLimits,
+        failed: Callable[[Load], object],
         backed_up: Callable[[Member, IntArray, IntArray], None] | None,
     ) -> None:
         self.companion = companion
@@ -73,13 +75,14 @@ class Member:
         self.canaries = [Canary(host) for host in companion.hosts] if canary else []
         self.mover = Together(movers, companion.hosts)
         self._index = index
+        self._on_failed = failed
         self._on_backed_up = backed_up
         self._count = dict.fromkeys(("backed_up_pages", "device_hit_pages", "host_hit_pages", "refused_host_pages"), 0)
         self._storages = [
             storage for host in companion.hosts for mirror in host.mirrors for storage in pages_second(mirror)
         ]
         self._backups = Backups(index, self.mover, streams, limits, arrived=self._arrived, dropped=self._dropped)
-        self._loads = Loads(index, self.mover, streams, limits, self.layers, keep=self._keep, failed=self._forget)
+        self._loads = Loads(index, self.mover, streams, limits, self.layers, keep=self._keep, failed=self._failed)
         if poison:
             self.device.own.watch(freed=lambda freed: fill_poison(self._storages, freed))
 
@@ -258,6 +261,10 @@ class Member:
         """End a backup without a host copy."""
         _unname(self.host, host_pages)
         self._let_go(pages, host_pages)
+
+    def _failed(self, load: Load) -> None:
+        self._forget(load)
+        self._on_failed(load)
 
     def _forget(self, load: Load) -> None:
         """Nobody finds what a load was to bring."""

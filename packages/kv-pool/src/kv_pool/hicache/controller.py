@@ -14,20 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kv_pool.errors import CanaryMismatch
+from kv_pool.hicache import _parts
 from kv_pool.hicache._copies import Copies
 from kv_pool.hicache._device import DevicePages
 from kv_pool.hicache._group import Group
 from kv_pool.hicache._inflight import CopyLimits
-from kv_pool.hicache._levels import Levels
-from kv_pool.hicache._parts import (
-    WritePolicy,
-    check_options,
-    check_parts,
-    check_progress,
-    check_prompt,
-    check_text,
-    no_storage,
-)
+from kv_pool.hicache._levels import Failed, Levels
 from kv_pool.hicache._reports import CacheReports
 from kv_pool.hicache.accounting import CacheCounters
 from kv_pool.hicache.acquired import Acquired, Namespace, check_handle
@@ -48,7 +40,7 @@ if TYPE_CHECKING:
     from kv_pool.hicache.storage.companions import CompanionPrefetch
     from kv_pool.tables import IndexLike
 
-__all__ = ["HiCacheController", "WritePolicy"]
+__all__ = ["HiCacheController"]
 
 
 class HiCacheController(CacheReports):
@@ -90,7 +82,7 @@ class HiCacheController(CacheReports):
         host: HostPool,
         index: PrefixIndex,
         *,
-        policy: WritePolicy = "write_through",
+        policy: _parts.WritePolicy = "write_through",
         mover: Mover | MoverName | None = None,
         streams: Streams | None = None,
         poison: bool = True,
@@ -99,8 +91,8 @@ class HiCacheController(CacheReports):
         limits: CopyLimits | None = None,
         companions: Sequence[Companion] = (),
     ) -> None:
-        check_parts(pool, allocator, host, index, policy, storage, canary)
-        companions = check_options(mover, streams, poison, limits, companions)
+        _parts.check_parts(pool, allocator, host, index, policy, storage, canary)
+        companions = _parts.check_options(mover, streams, poison, limits, companions)
         self._page_size = pool.page_size
         self._index, self._host, self._storage, self._policy = index, host, storage, policy
         name: MoverName = mover if isinstance(mover, str) else "auto"
@@ -110,12 +102,13 @@ class HiCacheController(CacheReports):
         self._group = Group(
             companions, allocator, host, index, lanes,
             mover=name, poison=poison, storage=stored, canary=canary is not None, limits=limits or CopyLimits(),
+            failed=partial(self._unload, failed="companion"),
         )  # fmt: skip
-        self._device = DevicePages(allocator, host, poison=poison)  # behind all that may refuse: it watches
         self._companion_storage = stored
+        self._device = DevicePages(allocator, host, poison=poison)  # behind all that may refuse: it watches
         self._copies = Copies(
             self._device, host, index, self._mover, lanes,
-            failed=self._unload, limits=limits or CopyLimits(), canary=canary,
+            failed=partial(self._unload, failed="own"), limits=limits or CopyLimits(), canary=canary,
             backed_up=storage.back_up if storage is not None else None,
         )  # fmt: skip
         self._levels = Levels(index, self._device, host, self._copies, self._group, policy, storage, stored)
@@ -136,7 +129,7 @@ class HiCacheController(CacheReports):
             CacheError: No token, or a `reach` that is no whole number.
             OutOfPages: Not enough pages, even after everything unprotected was evicted. Nothing is held then.
         """
-        prompt = check_prompt(tokens, reach)
+        prompt = _parts.check_prompt(tokens, reach)
         self.poll()
         found, lock = self._index.match_locked(prompt, namespace=namespace, max_tokens=prompt.size - 1)
         nodes, on_device, on_host = found.nodes, found.device_pages, found.host_pages
@@ -238,7 +231,7 @@ class HiCacheController(CacheReports):
             OutOfPages: Not enough pages; those behind the window may leave all the same.
         """
         check_handle(acquired, self._wait, "advance", "loaded")
-        check_progress(computed, reach)
+        _parts.check_progress(computed, reach)
         self._group.advance(acquired._shares, acquired._pages, computed, reach)
 
     def snapshot(self, acquired: Acquired, tokens: int) -> bool:
@@ -306,7 +299,7 @@ class HiCacheController(CacheReports):
         """
         check_handle(acquired, self._wait, "finish", "acquired", "loaded")
         acquired._expect_whole()
-        done = check_text(acquired, tokens, self._page_size)
+        done = _parts.check_text(acquired, tokens, self._page_size)
         whole = done.size // self._page_size
         pages = acquired._pages
         inserted = self._index.insert(done[: whole * self._page_size], pages[:whole], namespace=acquired.namespace)
@@ -356,7 +349,7 @@ class HiCacheController(CacheReports):
             CacheError: The cache has no third level.
         """
         if self._storage is None:
-            raise no_storage()
+            raise _parts.no_storage()
         prefetch = self._storage.prefetch(tokens, namespace)
         return prefetch if self._companion_storage is None else self._companion_storage.prefetch(prefetch)
 
@@ -388,9 +381,9 @@ class HiCacheController(CacheReports):
             share.close()
         self._device.release(acquired._pages[acquired._owned])
 
-    def _unload(self, load: Load) -> bool:
-        """Take the pages of a load that failed or is stopped out of the index, unless somebody has built on them."""
-        pages = self._levels.unload(load.nodes)
+    def _unload(self, load: Load, failed: Failed | None = None) -> bool:
+        """Take the pages of a load that is stopped or failed out of the index; says whether: see `Levels.unload`."""
+        pages = self._levels.unload(load, failed)
         if pages is None:
             return False
         for acquired in self._open.values():  # who has them keeps them until he ends
