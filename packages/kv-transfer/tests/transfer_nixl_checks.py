@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from typing import Any
 
 import numpy as np
 from transfer_batches import Warnings, batch, end, refused
@@ -13,6 +14,29 @@ from kv_transfer import EngineError, RegionError, create_engine
 from kv_transfer.engine import forget_peer
 
 MEGABYTES = 64
+
+
+class Reluctant:
+    """The library's agent, which will not drop a transfer as long as it counts as running."""
+
+    def __init__(self, agent: Any) -> None:
+        self.agent = agent
+        self.runs = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.agent, name)
+
+    def transfer(self, transfer: Any) -> str:
+        state: str = self.agent.transfer(transfer)
+        return "PROC" if self.runs else state
+
+    def check_xfer_state(self, transfer: Any) -> str:
+        return "PROC" if self.runs else str(self.agent.check_xfer_state(transfer))
+
+    def release_xfer_handle(self, transfer: Any) -> None:
+        if self.runs:
+            raise RuntimeError("the transfer is under way")
+        self.agent.release_xfer_handle(transfer)
 
 
 def main() -> None:
@@ -69,6 +93,14 @@ def main() -> None:
         forget_peer(writer, session)
         forget_peer(writer, "nobody")
     assert (target[: size - 4096] == source[: size - 4096]).all()
+
+    agent = writer._agent = Reluctant(writer._agent)  # type: ignore[attr-defined]
+    running = writer.submit(session, batch((here, there, 64)))
+    writer.cancel(running)
+    assert not writer.poll(running).is_terminal, "its memory counts as free while the library may write"
+    agent.runs = False
+    assert end(writer, running) is None
+    writer._agent = agent.agent  # type: ignore[attr-defined]
 
     reader.register(there, size - 4096)
     reader.unregister(there)
