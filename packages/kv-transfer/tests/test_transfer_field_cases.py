@@ -78,6 +78,12 @@ def test_4096_blocks_are_a_batch_and_one_more_are_two_d10(blocks: int, batches: 
     session.close()
 
 
+def test_blocks_without_bytes_are_left_out_d19() -> None:
+    blocks = BlockList.of([4096, 4100, 4200], [8192, 8200, 8300], [0, 5, 0])
+    assert [column.tolist() for column in (blocks.source, blocks.destination, blocks.nbytes)] == [[4100], [8200], [5]]
+    assert len(BlockList.of([4096], [8192], [0]).nbytes) == 0
+
+
 @pytest.mark.parametrize("gibibytes", [32, 100])
 def test_a_segment_over_32_gib_is_refused_with_the_limit_d11(gibibytes: int) -> None:
     """The limit is the engine's `max_region_bytes`; the driver that has it is whoever sets that number's business."""

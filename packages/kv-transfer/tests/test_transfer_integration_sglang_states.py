@@ -15,6 +15,8 @@ import pytest
 from transfer_sglang import MHA, SENTINEL, Bytes, Manager, Side
 
 from kv_transfer import UnsupportedLayout
+from kv_transfer.integrations.sglang.pages import Buffers
+from kv_transfer.integrations.sglang.rows import StateShape, state_rows
 
 ROWS = 7
 
@@ -248,3 +250,21 @@ def test_a_kind_that_nobody_moves_is_named() -> None:
         here.maybe_send_extra(request(session, [1]), [[1]], None)
     with pytest.raises(UnsupportedLayout, match="not registered"):
         here.maybe_send_extra(request("nobody", [1]), [[1]], None)
+
+
+def test_of_ranks_that_hold_the_same_state_the_first_brings_it() -> None:
+    """Four prefill ranks with whole items, two decode ranks: each is read by two of them, and sent one copy."""
+    here, there = Buffers((4096,), (8,), (80,)), Buffers((8192,), (8,), (80,))
+
+    def brought(rank: int, size: int, readers: int) -> int:
+        return len(
+            list(
+                state_rows(
+                    [(0, 0)], here, there, 1, 2, shapes=[StateShape(0, 0)],
+                    source_rank=(rank, size), destination_rank=(0, readers),
+                )
+            )
+        )  # fmt: skip
+
+    assert [brought(rank, 4, 2) for rank in range(4)] == [1, 0, 1, 0]
+    assert [brought(rank, 2, 4) for rank in range(2)] == [1, 1]
