@@ -268,3 +268,19 @@ def test_of_ranks_that_hold_the_same_state_the_first_brings_it() -> None:
 
     assert [brought(rank, 4, 2) for rank in range(4)] == [1, 0, 1, 0]
     assert [brought(rank, 2, 4) for rank in range(2)] == [1, 1]
+
+
+def test_a_peer_that_registers_again_and_does_not_fit_is_served_no_more() -> None:
+    """What it had said before is not used: another process may be at its buffers."""
+    own, peer = Side(MHA, range(1)), Side(MHA, range(1))
+    for side in (own, peer):
+        add_state(side, "request_row", [np.full((ROWS, 4), SENTINEL, np.uint8)], state_layer_ids=[0])
+    here, session, reason = connected(own, peer)
+    assert reason is None and here.maybe_send_extra(request(session, [2]), [[1]], None) == 0
+    peer.args.state_item_lens[0] = [5]
+    reason = here.register(peer, session)
+    assert reason is not None and "the buffer ends inside an item" in reason
+    with pytest.raises(UnsupportedLayout, match="not registered"):
+        here.maybe_send_extra(request(session, [2]), [[1]], None)
+    with pytest.raises(UnsupportedLayout, match="not registered"):
+        here.send_aux(request(session, [2]), 0, [])
