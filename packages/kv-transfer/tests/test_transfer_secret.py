@@ -49,6 +49,8 @@ def test_others_are_not_heard_and_hold_nobody_up(receiver: kt.Receiver, secret: 
             wrong.connect(SOON)
         assert "secret" in str(caught.value) and SECRET not in str(caught.value)
         assert receiver.members == () and receiver.take_refusals() == ()
+        with pytest.raises(kt.TransferTimeout, match="the same secret"):
+            receiver.wait_ready(0.0)
         with sender(receiver, SECRET) as right:
             right.connect()
             receiver.wait_ready()

@@ -182,7 +182,7 @@ class Receiver(Endpoint):
                     f"{self._endpoint}: {self._core.missing()}",
                     seconds=seconds,
                     consequence="no room can be opened",
-                    remedy="start the missing ranks with this endpoint",
+                    remedy="start the missing ranks with this endpoint, and with the same secret, or none",
                 )
 
     def take_refusals(self) -> tuple[PeerRefused, ...]:
