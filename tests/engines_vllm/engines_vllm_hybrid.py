@@ -70,7 +70,13 @@ def _as_ascend(groups: KVCacheConfig, specs: dict[str, KVCacheSpec]) -> dict[str
 
 
 class HybridInstance(Instance):  # type: ignore[misc]  # what it derives from is beside the tests
-    """Of a kind and an arrangement: "windows ascend", "states vllm", …"""
+    """Of a kind and an arrangement: "windows ascend", "states vllm", …
+
+    Attributes:
+        zeroed: Blocks that vLLM had zeroed before they were used.
+    """
+
+    zeroed = 0
 
     def _configure(self, role: str, directory: str, kind: str) -> VllmConfig:
         what, _ = kind.split()
@@ -121,6 +127,15 @@ class HybridInstance(Instance):  # type: ignore[misc]  # what it derives from is
         ]
         raw = runner._allocate_kv_cache_tensors(groups)
         return dict(runner._reshape_kv_cache_tensors(raw, [self.block_size] * len(groups.kv_cache_groups)))
+
+    def _prepare(self, output: SchedulerOutput) -> None:
+        for group, names in enumerate(self._layers):
+            if isinstance(self._kinds[group], FullAttentionSpec):
+                for name in names:
+                    for block in output.new_block_ids_to_zero or ():
+                        for cache in halves(self.caches[name]):
+                            cache[block].zero_()
+        self.zeroed += len(output.new_block_ids_to_zero or ())
 
     def _compute(self, output: SchedulerOutput) -> dict[str, list[int]]:
         starts = {}

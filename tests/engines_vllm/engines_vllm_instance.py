@@ -155,6 +155,9 @@ class Instance:
     def _allocate(self, kind: str, groups: KVCacheConfig) -> dict[str, Any]:
         return allocate(kind, self.block_size)
 
+    def _prepare(self, output: SchedulerOutput) -> None:
+        """What the model runner does before the connector hears of a step."""
+
     def submit(self, name: str, tokens: list[int], params: dict[str, Any], outputs: int = 1) -> None:
         sampling = SamplingParams(max_tokens=outputs, ignore_eos=True, extra_args={"kv_transfer_params": params})
         request = Request(name, tokens, sampling, None, block_hasher=self._hasher)
@@ -168,6 +171,7 @@ class Instance:
         """As `EngineCore.step` and the model runner do it; two instances may take turns in one process."""
         kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
         output = self.scheduler.schedule()
+        self._prepare(output)
         self.worker.handle_preemptions(output.kv_connector_metadata)
         if not output.total_num_scheduled_tokens:
             answer = KVConnectorModelRunnerMixin.kv_connector_no_forward(output, self.config)

@@ -135,8 +135,7 @@ def test_a_prompt_that_did_not_come_is_computed_beside_others(pair: Pair) -> Non
     """vLLM's scheduler would end by an error if it heard of failed blocks; it goes on, with all blocks in the end."""
     failing = pair.both(PROMPT[:400], first="decode")
     others = [pair.both(PROMPT[index : 300 + index], first="decode") for index in (1, 2)]
-    for _ in range(2):
-        pair.prefill.step()
+    pair.prefill.step()  # a part of its prompt
     pair.prefill.abort(failing)
     pair.until(lambda: {failing, *others} <= set(pair.decode.ended))
     assert pair.decode.loaded[failing] == 0 and {pair.decode.loaded[own] for own in others} == {299}
@@ -159,6 +158,31 @@ def test_random_traffic(server: kt.DirectoryServer, sides: tuple[str, str]) -> N
         pair.until(lambda: len(pair.decode.scheduler.requests) < 4 and len(pair.prefill.scheduler.requests) < 4)
     pair.idle()
     assert sum(pair.decode.loaded.get(name, 0) > 0 for name in names) >= 20
+    pair.close()
+
+
+def test_blocks_are_offered_when_the_device_has_zeroed_them(server: kt.DirectoryServer) -> None:
+    """vLLM zeroes fresh blocks beside states on the device's stream, and bytes of prefill do not wait for that."""
+    pair = Pair(server.endpoint, "states ascend", "states ascend")
+    happened: list[str] = []
+    worker = pair.decode.worker
+    device, take = worker._device_module, worker._decode.take
+
+    class Device:
+        def synchronize(self, which: Any) -> None:
+            happened.append(f"{which.type} at rest")
+            device.synchronize(which)
+
+    def taken(words: Any) -> None:
+        happened.append(f"{len(words.loads)} offered")
+        take(words)
+
+    worker._device_module, worker._decode.take = Device(), taken
+    name = pair.both(PROMPT[:300], first="decode")
+    pair.until(lambda: name in pair.decode.ended)
+    assert pair.decode.zeroed and happened[:2] == ["npu at rest", "1 offered"]
+    assert set(happened[2:]) == {"0 offered"} and pair.decode.loaded[name] == 299
+    pair.idle()
     pair.close()
 
 

@@ -23,9 +23,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
     supports_hma,
 )
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 # What vLLM's base has and the connector leaves as it is, each for a reason that its documentation gives.
 LEFT = {
@@ -65,6 +69,16 @@ def test_fields_that_are_read_are_there() -> None:
     assert {
         "kv_role", "kv_ip", "engine_id", "kv_connector_extra_config",
     } <= fields(KVTransferConfig)  # fmt: skip
+    request = Request("a", [1, 2], SamplingParams(max_tokens=4), None)
+    assert {
+        "prompt_token_ids", "prompt_embeds", "prompt_is_token_ids", "_all_token_ids", "num_prompt_tokens", "max_tokens",
+        "num_computed_tokens", "skip_reading_prefix_cache",
+    } <= set(vars(request))  # fmt: skip
+    assert (
+        fields(KVCacheBlocks) == {"blocks"} and "ordered_blocks" in inspect.signature(BlockPool.free_blocks).parameters
+    )
+    assert {"mamba_cache_mode", "num_speculative_blocks"} <= fields(MambaSpec)
+    assert {"kv_cache_spec", "layer_names"} <= fields(KVCacheGroupSpec)
     assert {"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"} <= set(RequestStatus.__members__)
     assert {role.name for role in KVConnectorRole} == {"SCHEDULER", "WORKER"}
 

@@ -320,6 +320,9 @@ def test_groups_of_stages_are_a_whole_deployment() -> None:
             read(0, text={"layer_types": wrong})
     with pytest.raises(kt.UnsupportedLayout, match="and without draft layers"):
         read(0, draft_layers=1)
+    whole[1] = [3, 4]
+    with pytest.raises(kt.UnsupportedLayout, match="group 'window': expected layers of it on every pipeline stage"):
+        read(0)
 
 
 def test_heads_of_a_group_are_its_own() -> None:

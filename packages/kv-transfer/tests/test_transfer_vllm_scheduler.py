@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm_pieces import Request, blocks, configuration, done, groups, step
+from vllm_pieces import Request, blocks, configuration, done, full, groups, states, step, window
 
 import kv_transfer as kt
 from kv_transfer.integrations.vllm.groups import block_groups
@@ -169,6 +169,29 @@ def test_a_request_with_malformed_parameters_ends_no_scheduler(
     assert "request n is served without a transfer: kv_transfer_params: " in record.message
     assert named in record.message
     assert not side._malformed
+
+
+@pytest.mark.parametrize("config", [groups(full(), window(9)), groups(full(), states())])
+def test_prefill_leaves_the_last_token_to_decode_where_a_group_needs_it(config: Any) -> None:
+    side = SchedulerSide(block_groups(config), 1, "engine-a")
+    request = _prefill(tokens=5)
+    request.prompt_embeds, request.prompt_is_token_ids = "abcde", [True, False, True, True, False]
+    side.arrived(request)
+    assert (request.num_prompt_tokens, request.max_tokens, request.prompt_embeds) == (4, 1, "abcd")
+    assert request.prompt_token_ids == request._all_token_ids == [0, 1, 2, 3]
+    assert request.prompt_is_token_ids == [True, False, True, True]
+    embedded = _prefill("e", 5)
+    embedded.prompt_token_ids, embedded.prompt_embeds = None, "abcde"
+    side.arrived(embedded)
+    assert embedded.num_prompt_tokens == 4 == len(embedded._all_token_ids) and embedded.prompt_embeds == "abcd"
+    for other in (Request("n", 5, None), _decode(tokens=5)):
+        side.arrived(other)
+        assert (other.num_prompt_tokens, other.max_tokens) == (5, 16)
+    assert side.matched(other, 0) == (4, True) and side.matched(other, 4) == (0, False)
+    plain = SchedulerSide(block_groups(groups(full(), full())), 1, "engine-a")
+    whole = _prefill(tokens=5)
+    plain.arrived(whole)
+    assert (whole.num_prompt_tokens, whole.max_tokens) == (5, 16)
 
 
 def test_workers_of_one_instance_have_to_fit(side: SchedulerSide) -> None:

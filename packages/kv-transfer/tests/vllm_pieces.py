@@ -110,6 +110,7 @@ class Request:
     max_tokens: int = 16
     skip_reading_prefix_cache: bool = False
     prompt_embeds: Any = None
+    prompt_is_token_ids: list[bool] | None = None
     status: Any = dataclasses.field(default_factory=lambda: SimpleNamespace(name="FINISHED_LENGTH_CAPPED"))
 
     def __post_init__(self) -> None:

@@ -126,6 +126,9 @@ def _by_group(groups: Sequence[BlockGroup], kv_caches: Mapping[str, Any]) -> lis
             if addresses not in seen[number]:
                 found[number][name] = own
             seen[number].add(addresses)
+    for group, layers in zip(groups, found, strict=True):
+        if not layers and len(groups) > 1:
+            raise refuse(f"group {group.name!r}", "expected layers of it on every pipeline stage", "none")
     return found
 
 

@@ -325,11 +325,11 @@ def _reason(request: Any) -> str:
 
 
 def _shorten(request: Any) -> None:
-    """Takes the last token from a prompt, and has one token sampled after it."""
-    if request.prompt_token_ids is not None:
-        request.prompt_token_ids.pop()
-    else:
+    """Takes the last token from a prompt of token ids, embeddings or both, and has one token sampled after it."""
+    for own in (request.prompt_token_ids, request.prompt_is_token_ids, request._all_token_ids):
+        if own is not None:
+            own.pop()
+    if request.prompt_embeds is not None:
         request.prompt_embeds = request.prompt_embeds[:-1]
-    request._all_token_ids.pop()
     request.num_prompt_tokens -= 1
     request.max_tokens = 1
