@@ -37,18 +37,23 @@ ALONE = groups(window(9, BLOCK), layers=[names(1)])
 
 
 def allocate(config: Any, heads: int = HEADS) -> tuple[torch.Tensor, dict[str, Any]]:
-    """One tensor that a layer of each group shares, and the views of it, as vllm-ascend makes them."""
+    """Tensors that a layer of each group shares, one after the other, and their views, as vllm-ascend makes them."""
     shape = (BLOCKS * BLOCK // PAGE, PAGE, heads, DIMS)
     size = BLOCK * heads * DIMS * 2  # of a block's K
-    raw = torch.zeros(BLOCKS * (24 + 2 * size), dtype=torch.int8)
+    layers = [list(group.layer_names) for group in config.kv_cache_groups]
+    memory = torch.zeros(max(map(len, layers)), BLOCKS * (24 + 2 * size), dtype=torch.int8)
     first, second = BLOCKS * 24, BLOCKS * (24 + size)
-    pages = raw[first:second].view(torch.bfloat16).view(shape), raw[second:].view(torch.bfloat16).view(shape)
-    rows = [
-        raw[:first].view(torch.bfloat16).view(BLOCKS, 3, 4),
-        raw[first:second].view(torch.float32).view(BLOCKS, size // 4),
-    ]
-    layers = [name for group in config.kv_cache_groups for name in group.layer_names]
-    return raw, {name: rows if name == STATES else pages for name in layers}
+    found: dict[str, Any] = {}
+    for names_of_group in layers:
+        for name, raw in zip(names_of_group, memory, strict=False):
+            if name == STATES:
+                found[name] = [
+                    raw[:first].view(torch.bfloat16).view(BLOCKS, 3, 4),
+                    raw[first:second].view(torch.float32).view(BLOCKS, size // 4),
+                ]
+            else:
+                found[name] = tuple(own.view(torch.bfloat16).view(shape) for own in (raw[first:second], raw[second:]))
+    return memory.view(-1), found
 
 
 class Failing(LoopbackEngine):
@@ -84,18 +89,28 @@ class Rank:
 
 
 class World:
-    """A scheduler on each side, a worker at prefill and `tp` of them at decode."""
+    """A scheduler on each side, a worker for each of prefill's stages and `tp` of them at decode."""
 
     def __init__(
-        self, keep: contextlib.ExitStack, config: Any, tp: int = 1, engine: type[LoopbackEngine] = LoopbackEngine
+        self,
+        keep: contextlib.ExitStack,
+        config: Any,
+        tp: int = 1,
+        engine: type[LoopbackEngine] = LoopbackEngine,
+        stages: Sequence[Any] = (),
     ) -> None:
-        directory = kt.Directory()
-        self.source = Rank(keep, "kv_producer", config, directory, engine=engine)
+        directory, stages = kt.Directory(), stages or [config]
+        text = {"layer_types": ["full_attention", "sliding_attention"] * 2}
+        self.sources = [
+            Rank(keep, "kv_producer", own, directory, engine=engine, pp=len(stages), rank=rank, text=text)
+            for rank, own in enumerate(stages)
+        ]
+        self.source = self.sources[0]
         self.targets = [
             Rank(keep, "kv_consumer", config, directory, tp=tp, rank=rank, local=HEADS // tp) for rank in range(tp)
         ]
         self.target = self.targets[0]
-        for rank in (self.source, *self.targets):
+        for rank in (*self.sources, *self.targets):
             rank.end.wait_ready(60)
         self.prefill, self.decode = (SchedulerSide(block_groups(config), 0, name) for name in ("p", "d"))
 
@@ -127,7 +142,8 @@ class World:
             words = self.prefill.step(
                 step({"p": (fresh, 0, count)}) if not computed else step(cached={"p": (fresh, computed, count)})
             )
-            self.source.prefill.take(words, None)
+            for rank in self.sources:
+                rank.prefill.take(words, None)
             computed += count
         assert computed == request.num_prompt_tokens
         return request
@@ -135,7 +151,8 @@ class World:
     def wait(self) -> Failures | None:
         """Until decode's worker has reported the request, and prefill's has."""
         assert eventually(lambda: self.target.decode.finished() == {"d"}, 60)
-        assert eventually(lambda: self.source.prefill.finished({"p"}) == {"p"}, 60)
+        for rank in self.sources:
+            assert eventually(lambda own=rank: own.prefill.finished({"p"}) == {"p"}, 60)  # type: ignore[misc]
         assert self.target.decode.failed_blocks() == set()
         failed = self.target.decode.failed_requests()
         assert self.target.decode.failed_requests() == frozenset()
@@ -144,18 +161,19 @@ class World:
     def faults(self, moved: Sequence[dict[int, int]]) -> list[str]:
         """Of decode's memory, when item d of a manifest of group g should hold prefill's item moved[g][d], and no other
         byte be touched."""
-        expected = torch.zeros_like(self.target.raw)
-        there, here = self.source.raw, self.target.raw
+        expected, here = torch.zeros_like(self.target.raw), self.target.raw
         for group, items in zip(self.target.caches.groups, moved, strict=True):
             for name in group.names:
-                pairs = zip(
-                    self.source.caches.manifests[name].entries, self.target.caches.manifests[name].entries, strict=True
-                )
-                for theirs, ours in pairs:
-                    for d, s in items.items():
-                        start = theirs.address - there.data_ptr() + s * theirs.item_stride
-                        place = ours.address - here.data_ptr() + d * ours.item_stride
-                        expected[place : place + ours.item_bytes] = there[start : start + ours.item_bytes]
+                places = {(own.component, own.layer_id): own for own in self.target.caches.manifests[name].entries}
+                for source in self.sources:
+                    there = source.raw
+                    for theirs in source.caches.manifests[name].entries:
+                        ours = places.pop((theirs.component, theirs.layer_id))
+                        for d, s in items.items():
+                            start = theirs.address - there.data_ptr() + s * theirs.item_stride
+                            place = ours.address - here.data_ptr() + d * ours.item_stride
+                            expected[place : place + ours.item_bytes] = there[start : start + ours.item_bytes]
+                assert not places
         return [f"byte {at}" for at in (expected != here).nonzero().flatten().tolist()]
 
 
@@ -257,6 +275,18 @@ def test_heads_are_shared_out(keep: contextlib.ExitStack) -> None:
         expected[:, list(moved)] = theirs[:, list(moved.values()), :, number : number + 1]
         assert torch.equal(rank.raw[BLOCKS * 24 :].view(expected.shape), expected)
         assert not rank.raw[: BLOCKS * 24].any()
+
+
+def test_stages_of_prefill_send_their_layers_of_every_group(keep: contextlib.ExitStack) -> None:
+    def config(*stages: int) -> Any:
+        layers = [[2 * stage + kind for stage in stages] for kind in range(2)]
+        return groups(full(BLOCK), window(9, BLOCK), layers=[names(*own) for own in layers])
+
+    world = World(keep, config(0, 1), stages=[config(0), config(1)])
+    world.send(([3, 1, 6], [0, 2, 8]), 23, [16, 6])
+    world.offer(([5, 2, 4], [0, 7, 9]), 23)
+    assert world.wait() is None
+    assert world.faults([pages({5: 3, 2: 1, 4: 6}, 0, 6), pages({7: 2, 9: 8}, 1, 4)]) == []
 
 
 def test_shares_of_states_are_refused_with_their_name(keep: contextlib.ExitStack) -> None:
