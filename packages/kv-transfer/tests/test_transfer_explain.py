@@ -13,6 +13,7 @@ import pytest
 from kv_planner.explain import Deployment
 
 from kv_transfer.doctor import EngineReport
+from kv_transfer.errors import ArgumentError
 from kv_transfer.explain import Side, explain, read_side
 from kv_transfer.picture import draw
 
@@ -159,3 +160,16 @@ def test_a_file_that_is_no_json_is_named(tmp_path: Path, content: bytes) -> None
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"side\.json: no JSON: "):
         read_side(path)
+
+
+@pytest.mark.parametrize("name", ["plan", "plan.xyz", "a\0b.png", "\ud800.png"])
+def test_a_picture_that_has_no_format_or_no_name_is_refused(tmp_path: Path, name: str) -> None:
+    plan = explain(_side(), _side()).plan
+    with pytest.raises(ArgumentError, match="path"):
+        draw(plan, tmp_path / name)
+    for odd in (None, 5, str(tmp_path / "plan.png")):
+        with pytest.raises(ArgumentError, match="path"):
+            draw(plan, odd)  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match="report"):
+            draw(odd, tmp_path / "plan.png")  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []

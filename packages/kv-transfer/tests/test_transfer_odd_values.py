@@ -173,7 +173,9 @@ class World:
                 kt.DirectoryClient, {"endpoint": "tcp://127.0.0.1:1", "secret": None, "timeout": 1.0},
                 {"secret": OPTIONAL, "timeout": SECONDS},
             ),
-            "DirectoryClient.is_whole": Case(self.client.is_whole, {"side": "prefill", "dp_rank": 0}, {"dp_rank": ANY}),
+            "DirectoryClient.is_whole": Case(
+                self.client.is_whole, {"side": "prefill", "dp_rank": 0}, {"dp_rank": NUMBER}
+            ),
             "DirectoryClient.members": Case(self.client.members, {"side": "prefill"}),
             "DirectoryClient.register": Case(self.client.register, {"member": member}),
             "DirectoryClient.remove": Case(self.client.remove, {"generation": 1}, {"generation": NUMBER}),

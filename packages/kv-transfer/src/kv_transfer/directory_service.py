@@ -180,6 +180,7 @@ class DirectoryClient:
 
     def is_whole(self, side: Side, dp_rank: int = 0) -> bool:
         """See `Directory.is_whole`."""
+        check_whole("dp_rank", dp_rank)
         return is_whole(self.members(side), dp_rank)
 
     def _ask(self, request: _Request) -> _Reply:

@@ -9,7 +9,12 @@ from pathlib import Path
 
 from kv_planner.explain import Report
 
+from kv_transfer.arguments import check_kind, check_text, check_word
+from kv_transfer.errors import ArgumentError
+
 __all__ = ["draw"]
+
+_FORMATS = (".pdf", ".png", ".svg")
 
 _COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860")
 
@@ -23,10 +28,13 @@ def draw(report: Report, path: Path) -> None:
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-        ValueError: The sides do not agree, or the ending is no format.
+        ArgumentError: The report is none or of sides that do not agree, or the path is none or its ending no format.
     """
-    if not report.agrees:
-        raise ValueError("report: the sides do not agree; there is nothing to draw; see its differences")
+    if not check_kind("report", report, Report).agrees:
+        raise ArgumentError("report: the sides do not agree; there is nothing to draw; see its differences")
+    ending = check_kind("path", path, Path).suffix.lower()
+    check_word("path's ending", ending, _FORMATS)
+    check_text("path", str(path))
     from matplotlib.figure import Figure
 
     rows = max(len(report.prefill), len(report.decode))
