@@ -186,3 +186,21 @@ def test_parts_must_share_one_canary(make_cache: Callable[..., Any], tmp_path: P
     bench.options["canary"] = Canary(other.host)
     with pytest.raises(HostPoolError, match=r"canary\.host"):
         bench.attach(None)
+
+
+def test_keys_and_values_that_change_places_are_seen(
+    make_layout: Callable[..., Any], make_labels: Callable[..., torch.Tensor]
+) -> None:
+    pool = MhaPool(make_layout(value_dims=8), size=16, device="cpu")
+    host = HostPool(pool, pages=2)
+    for seed, mirror in enumerate(host.mirrors):
+        mirror.host.copy_(make_labels(mirror.host.shape, mirror.host.dtype, seed))
+    canary = Canary(host)
+    canary.record([1])
+    canary.check([1])
+    key, value = (mirror.host[1] for mirror in host.mirrors)
+    saved = key.clone()
+    key.copy_(value)
+    value.copy_(saved)
+    with pytest.raises(CanaryMismatch):
+        canary.check([1])

@@ -223,6 +223,13 @@ print(page_keys(bytes(range(32)), [5, 6, 7, 8], 2, ("adapter", None)))
 """
 
 
+def test_ranks_that_hold_other_bytes_have_keys_of_their_own(make_layout: Callable[..., ModelLayout]) -> None:
+    places: list[dict[str, Any]] = [{}, {"tp_size": 4}]
+    places += [{f"{kind}_rank": rank, f"{kind}_size": 2} for kind in ("tp", "pp", "dcp") for rank in (0, 1)]
+    pools = [MhaPool(make_layout(), size=16, device="cpu", placement=Placement(**place)) for place in places]
+    assert len({StorageIdentity.of(HostPool(pool, pages=1)).digest for pool in pools}) == len(places)
+
+
 def test_keys_are_equal_in_every_process() -> None:
     environment = {**os.environ, "PYTHONHASHSEED": "4711"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
