@@ -227,7 +227,10 @@ def test_ranks_that_hold_other_bytes_have_keys_of_their_own(make_layout: Callabl
     places: list[dict[str, Any]] = [{}, {"tp_size": 4}]
     places += [{f"{kind}_rank": rank, f"{kind}_size": 2} for kind in ("tp", "pp", "dcp") for rank in (0, 1)]
     pools = [MhaPool(make_layout(), size=16, device="cpu", placement=Placement(**place)) for place in places]
-    assert len({StorageIdentity.of(HostPool(pool, pages=1)).digest for pool in pools}) == len(places)
+    hosts = [HostPool(pool, pages=1) for pool in pools]
+    digests = {StorageIdentity.of(host).digest for host in hosts}
+    digests |= {StorageIdentity.of(hosts[0], **more).digest for more in ({"canary": True}, {"salt": "x"})}
+    assert len(digests) == len(places) + 2
 
 
 def test_keys_are_equal_in_every_process() -> None:
