@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from kv_pool import CacheError, DoubleFree, HostPoolError
 from kv_pool.hicache import CopyLimits, ImmediateStreams, Lane, Mark, UnderWay, create_mover
+from kv_pool.hicache.streams import issue
 
 Text = Callable[[int, int], list[int]]
 MakeCache = Callable[..., Any]
@@ -362,3 +363,15 @@ def test_what_the_device_says_later_of_a_load_counts_too(make: Callable[..., Any
 def test_limits_of_nothing_are_refused(limits: dict[str, int]) -> None:
     with pytest.raises(HostPoolError, match=next(iter(limits))):
         CopyLimits(**limits)
+
+
+@pytest.mark.parametrize("lane", ["load", "backup"])
+def test_nothing_of_work_that_fails_is_under_way_when_its_error_is_seen(lane: Lane) -> None:
+    streams = GatedStreams()
+
+    def half() -> None:
+        raise OSError("half of it was issued")
+
+    with pytest.raises(OSError, match="half of it was issued"):
+        issue(streams, lane, [], half)
+    assert [gate.open for gate in streams.gates[lane]] == [True]

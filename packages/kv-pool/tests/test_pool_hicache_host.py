@@ -95,11 +95,21 @@ class Withholding(MhaPool):
         return super().layer_ids("target", component) if part == "target" else ()
 
 
+class Undeclared(MhaPool):
+    """A pool with values that its manifest does not tell of: nobody would transfer them."""
+
+    def manifest(self) -> RankManifest:
+        keys = [entry for entry in super().manifest().entries if (entry.component, entry.layer_id) != ("value", 1)]
+        return RankManifest(self.layout, self.placement, keys)
+
+
 def test_a_buffer_without_a_mirror_is_a_construction_error(make_layout: Callable[..., ModelLayout]) -> None:
     with pytest.raises(UnmirroredComponent, match="key of part target, layer 1"):
         HostPool(Overdeclared(make_layout(), size=16, device="cpu"), pages=3)
     with pytest.raises(UnmirroredComponent, match="key of part draft"):
         HostPool(Withholding(make_layout(draft=(2,)), size=16, device="cpu"), pages=3)
+    with pytest.raises(UnmirroredComponent, match=r"value of part target.*storage without a manifest entry"):
+        HostPool(Undeclared(make_layout(), size=16, device="cpu"), pages=3)
     host = HostPool(MhaPool(make_layout(), size=16, device="cpu"), pages=3)
     with pytest.raises(UnmirroredComponent):
         host.mirror("key", "draft")
