@@ -21,6 +21,13 @@ HEADS, KV_HEADS, DIM, PAGE, PAGES, LAYERS = 2, 1, 64, 128, 13, 2
 WIDTH = HEADS * DIM
 
 
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Every test ends with idle streams: what one left running would race with the next one's tensors."""
+    yield
+    torch_npu.npu.synchronize()
+
+
 class Decoder:
     """Two layers; each writes this step's K and V into its cache and attends over the request's pages."""
 

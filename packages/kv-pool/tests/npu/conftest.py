@@ -16,6 +16,13 @@ ascend_emulator.install()
 import torch_npu  # noqa: E402
 
 
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Every test ends with idle streams: what one left of its pool, the next one's tensors may lie in."""
+    yield
+    torch_npu.npu.synchronize()
+
+
 class WithoutWait:
     """The lanes of the device, of which one never waits."""
 
