@@ -13,7 +13,7 @@ from kv_pool.hicache import FileStorage, StorageTier
 sys.path.insert(0, str(Path(__file__).parent))
 
 from test_pool_hicache_copies import GatedStreams
-from test_pool_hicache_mistakes import Held, make
+from test_pool_hicache_mistakes import held_load
 
 Text = Callable[[int, int], list[int]]
 
@@ -61,13 +61,7 @@ def test_what_was_built_on_a_load_that_fails_later_is_found_by_nobody(
 @pytest.mark.parametrize("kind", ["draft", "window", "states"])
 def test_what_was_built_on_a_companions_load_that_fails_later_is_found_by_nobody(text: Text, kind: str) -> None:
     """The cache's own pages of the hit are sound; those behind it were computed with what never came."""
-    streams = Held()
-    bench = make([kind], streams=streams)
-    bench.serve(text(1, 26))
-    bench.cache.drain()
-    bench.cache.evict(12, kind)
-    streams.go = False
-    acquired = bench.cache.acquire(text(1, 34))
+    bench, streams, acquired = held_load(text, kind, 34)
     assert acquired.hit_tokens == 24
     bench.cache.finish(acquired, bench.run(acquired))
     assert bench.index.match(text(1, 34)).device_tokens == 32

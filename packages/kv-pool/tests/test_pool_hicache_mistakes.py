@@ -191,15 +191,20 @@ def test_an_unknown_layer_is_refused_when_nothing_is_under_way_too(text: Text, k
         acquired.wait_layer(999)
 
 
-@pytest.mark.parametrize(("kind", "layer"), [("draft", 30), ("window", 10), ("states", 20)])
-def test_a_load_of_a_companion_that_fails_late_is_told_and_found_by_nobody(text: Text, kind: str, layer: int) -> None:
+def held_load(text: Text, kind: str, tokens: int) -> tuple[GroupBench, Held, Acquired]:
+    """A prompt of which a companion's pages have to come from the host, and whose load is held back."""
     streams = Held()
     bench = make([kind], streams=streams)
     bench.serve(text(1, 26))
     bench.cache.drain()
     bench.cache.evict(12, kind)
     streams.go = False
-    acquired = bench.cache.acquire(text(1, 26))
+    return bench, streams, bench.cache.acquire(text(1, tokens))
+
+
+@pytest.mark.parametrize(("kind", "layer"), [("draft", 30), ("window", 10), ("states", 20)])
+def test_a_load_of_a_companion_that_fails_late_is_told_and_found_by_nobody(text: Text, kind: str, layer: int) -> None:
+    bench, streams, acquired = held_load(text, kind, 26)
     bench.cache.load(acquired)
     follower = bench.cache.acquire(text(1, 26))
     streams.go = streams.broken = True

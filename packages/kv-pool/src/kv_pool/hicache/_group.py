@@ -6,8 +6,8 @@ A cache without companions has an empty group, which does nothing and costs noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -30,7 +30,27 @@ if TYPE_CHECKING:
     from kv_pool.hicache.streams import Streams
     from kv_pool.tables import IntArray
 
-__all__ = ["Group", "covered"]
+__all__ = ["Group", "covered", "named"]
+
+
+_Held = TypeVar("_Held")
+
+
+def named(argument: str, name: object, held: Mapping[str, _Held]) -> _Held:
+    """What is held of the companion of a name.
+
+    Raises:
+        CacheError: There is no such companion.
+    """
+    if isinstance(name, str) and name in held:
+        return held[name]
+    raise CacheError(
+        argument,
+        given=shown(name),
+        expected=f"one of {list(held)}",
+        consequence="there are no such pages",
+        remedy="declare the companion at construction of the cache",
+    )
 
 
 class Group:
@@ -127,16 +147,7 @@ class Group:
         Raises:
             CacheError: There is none.
         """
-        for member in self._members:
-            if isinstance(name, str) and member.companion.name == name:
-                return member
-        raise CacheError(
-            "companion",
-            given=shown(name),
-            expected=f"one of {[member.companion.name for member in self._members]}",
-            consequence="there are no such pages",
-            remedy="declare it at construction",
-        )
+        return named("companion", name, {member.companion.name: member for member in self._members})
 
     def find(self, device: IntArray, host: IntArray) -> tuple[int, list[Share]]:
         """Return the deepest hit, in pages, that every companion can serve, and what a request has of each.

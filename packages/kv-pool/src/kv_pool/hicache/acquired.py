@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from kv_pool._arguments import check_kind
 from kv_pool.errors import CacheError, HitError
-from kv_pool.hicache._group import Group
-from kv_pool.tables import INT64_MAX, shown, whole_number
+from kv_pool.hicache._group import Group, named
+from kv_pool.tables import INT64_MAX, whole_number
 
 if TYPE_CHECKING:
     from kv_planner import PrefixLock
@@ -185,16 +185,7 @@ class Acquired:
         }
 
     def _share(self, name: str) -> Share:
-        for share in self._shares:
-            if isinstance(name, str) and share.member.companion.name == name:
-                return share
-        raise CacheError(
-            "name",
-            given=shown(name),
-            expected=f"one of {[share.member.companion.name for share in self._shares]}",
-            consequence="there are no such pages",
-            remedy="declare the companion at construction of the cache",
-        )
+        return named("name", name, {share.member.companion.name: share for share in self._shares})
 
     def _path(self, place: int) -> tuple[IntArray, Namespace]:
         """The text up to the end of a page, and where it was looked up."""

@@ -92,6 +92,8 @@ def describe_code(code: int) -> str:
 class MooncakeEngine(BlockingEngine):
     """Moves bytes with Mooncake, one blocking call at a time on threads of its own.
 
+    Its session ends in a word that no other engine has, not even one that comes later at the same host and port.
+
     Args:
         hostname: Name or address under which peers reach this process. It does not restrict where the library listens.
         protocol: Only "tcp": the library accepts any text without an error, and nothing else was ever run here.
@@ -166,11 +168,6 @@ class MooncakeEngine(BlockingEngine):
         session = f"{hostname}:{self._library.get_rpc_port()}/{secrets.token_hex(8)}"
         super().__init__("mooncake", session, capabilities, workers, bind_device)
         _OPEN.add(self)
-
-    @property
-    def session(self) -> str:
-        """Host, the port that the library has, and a word that no other engine has, not even one at that port."""
-        return self._session
 
     def forget(self, peer: str) -> None:
         """Has the connections to a peer closed once its process is gone; see `ForgetsPeers.forget`.
